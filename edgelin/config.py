@@ -1,0 +1,184 @@
+"""Frozen descriptions of models and training runs; unknown keys are refused by name.
+
+A model is a list of layers, each the name of a mixer, and a table of mixers::
+
+    [model]
+    vocab_size = 8192
+    hidden_size = 384
+    layers = ["gdn", "gdn", "local"]
+
+    [model.mixers.gdn]
+    type = "gated_deltanet"
+    num_heads = 6
+
+``type`` names a file of :mod:`edgelin.mixers`; its ``Config`` dataclass reads the other keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from edgelin.errors import EdgelinError
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a language model and the mixer of every layer.
+
+    Args:
+        vocab_size: Rows of the token embedding.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width inside the gated MLP.
+        layers: For every layer the name of its mixer in ``mixers``.
+        mixers: Name to mixer table; each has ``type`` and the keys of that mixer's ``Config``.
+        tie_word_embeddings: Whether the head shares the embedding matrix.
+        rms_norm_eps: Added to the mean square in every RMSNorm.
+        dropout: Probability of dropping a residual branch's element while training.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[str, ...]
+    mixers: dict[str, dict[str, Any]]
+    tie_word_embeddings: bool = True
+    rms_norm_eps: float = 1e-6
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise EdgelinError("model.layers is empty; name at least one mixer of model.mixers")
+        for name in self.layers:
+            if name not in self.mixers:
+                raise EdgelinError(
+                    f"model.layers names {name!r}, which model.mixers does not define; "
+                    f"it has: {', '.join(sorted(self.mixers)) or 'nothing'}"
+                )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from.
+
+    Args:
+        train: Text files (UTF-8, also .xz or .gz) to train on.
+        valid: Text files for the held-out bits per byte.
+        tokenizer: An existing ``tokenizer.json``; None trains a byte-level BPE on ``train``.
+    """
+
+    train: tuple[str, ...]
+    valid: tuple[str, ...] = ()
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Length, batch and AdamW settings of a run.
+
+    Args:
+        steps: Optimizer steps.
+        batch_size: Sequences a step.
+        sequence_length: Tokens a sequence.
+        learning_rate: Peak, reached after ``warmup_steps``; falls to ``min_learning_rate`` by a cosine.
+        max_seconds: Wall-clock budget; the schedule then follows time, not steps (None: steps).
+    """
+
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 1e-5
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0
+    max_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything of one training run: the content of a TOML file.
+
+    Args:
+        seed: Fixes initial weights, data order and dropout.
+        eval_every: Steps between held-out measurements (0: only at the end).
+        save_every: Steps between checkpoints (0: only at the end).
+        compile: Whether to pass the model through ``torch.compile`` (GPU only).
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    seed: int = 0
+    eval_every: int = 500
+    save_every: int = 1000
+    compile: bool = False
+
+
+def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:
+    """Build the dataclass ``cls`` from plain values, nested dataclasses included.
+
+    Raises:
+        EdgelinError: A key is unknown or missing, or a value has the wrong type.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(fields)}"
+            raise EdgelinError(f"{where} has an unknown key {key!r}; {hint}")
+    for name, spec in fields.items():
+        required = (
+            spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        )
+        if required and name not in values:
+            raise EdgelinError(f"{where} lacks the key {name!r}")
+    return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in values.items()})
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The plain values of a config dataclass, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_dict(typing.cast(type[Any], hint), value, where)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise EdgelinError(f"{where} is {value!r}; a list is needed")
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise EdgelinError(f"{where} is {value!r}; a table is needed")
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise EdgelinError(f"{where} is {value!r}; {hint.__name__} is needed")
+    return value
+
+
+__all__ = [
+    "DataConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RunConfig",
+    "from_dict",
+    "to_dict",
+]

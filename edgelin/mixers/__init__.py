@@ -1,0 +1,1 @@
+"""Layers that mix information along time, one file a mechanism."""

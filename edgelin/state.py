@@ -1,0 +1,83 @@
+"""The one description of a recurrent state tensor.
+
+Mixers declare their states as :class:`StateSpec`; the model, the exporter, the manifest and every
+runtime derive names, shapes and initial values from it, so that no reader has to know a mechanism.
+
+Kinds: ``recurrent`` (matrix state S), ``normalizer`` (z), ``ssm`` / ``ssm_re`` / ``ssm_im``
+(diagonal state), ``conv`` (tail of a short convolution), ``key`` / ``value`` (ring buffer of a
+sliding-window attention), ``position`` (tokens seen; one a model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_ATTENTION_CACHE = ("key", "value")
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """Name, shape and initial value of one state tensor.
+
+    Args:
+        kind: What the tensor holds (see the module docstring).
+        layer: Index of the layer that owns it, or None for a state of the whole model.
+        shape: Shape without the leading batch axis; batch is axis 0 of every state.
+        layout: The axes in words, batch first, such as ``"batch heads key value"``.
+        dtype: ``"float32"`` or ``"int64"``.
+        initial: Constant that fills the tensor before the first token.
+    """
+
+    kind: str
+    layer: int | None
+    shape: tuple[int, ...]
+    layout: str
+    dtype: str = "float32"
+    initial: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Key of the tensor in a state dictionary: ``kind.layer``, or ``kind`` for a model state."""
+        return self.kind if self.layer is None else f"{self.kind}.{self.layer}"
+
+    @property
+    def input_name(self) -> str:
+        """Name of the graph input that takes the state."""
+        if self.kind in _ATTENTION_CACHE:
+            return f"past_key_values.{self.layer}.{self.kind}"
+        return f"past_{self.name}"
+
+    @property
+    def output_name(self) -> str:
+        """Name of the graph output that gives the state after the call."""
+        if self.kind in _ATTENTION_CACHE:
+            return f"present.{self.layer}.{self.kind}"
+        return f"present_{self.name}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of this state in the manifest ``edgelin.json``."""
+        return {
+            "name": self.name,
+            "input": self.input_name,
+            "output": self.output_name,
+            "kind": self.kind,
+            "layer": self.layer,
+            "shape": ["batch", *self.shape],
+            "layout": self.layout,
+            "dtype": self.dtype,
+            "initial": self.initial,
+        }
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> StateSpec:
+        """Read one entry of the manifest back."""
+        return cls(
+            kind=entry["kind"],
+            layer=entry["layer"],
+            shape=tuple(entry["shape"][1:]),
+            layout=entry["layout"],
+            dtype=entry["dtype"],
+            initial=entry["initial"],
+        )

@@ -1,0 +1,1 @@
+"""Graph transforms, one a file."""
