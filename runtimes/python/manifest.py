@@ -1,0 +1,384 @@
+"""The manifest ``edgelin.json``: what a runner needs to know about a bundle.
+
+``runtimes/README.md`` describes the file for runners in other languages. The exporter builds a
+:class:`Manifest` and calls :meth:`Manifest.write`; a runtime calls :meth:`Manifest.read`, which
+refuses a file that was changed after export. Needs neither torch nor onnx nor onnxruntime.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from edgelin import __version__
+from edgelin.errors import EdgelinError
+from edgelin.state import StateSpec
+
+FORMAT = 1
+FILE_NAME = "edgelin.json"
+METADATA_KEY = "edgelin"
+PROFILES = ("fused", "plain", "onnx")
+# Hashing more than this at every start would cost seconds; larger files are compared by size.
+HASH_LIMIT = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Hash and size of one file of the bundle."""
+
+    sha256: str
+    bytes: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """Measure a file on disk."""
+        return cls(_sha256(path), path.stat().st_size)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One graph of the bundle and the files it is made of.
+
+    Args:
+        file: The ``.onnx`` file, relative to the bundle.
+        files: Every file of the variant (graph and external data) by relative path.
+        quantisation: ``{"bits", "block_size", "accuracy_level", "float"}``, or None for float32.
+    """
+
+    file: str
+    files: dict[str, FileRecord]
+    quantisation: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """The tokenizer file and the ids that a runner must know.
+
+    Args:
+        file: Path of ``tokenizer.json``, relative to the bundle.
+        eos_token_id: Id that ends a generation.
+        special_tokens: Special token text to id.
+    """
+
+    file: str
+    eos_token_id: int
+    special_tokens: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of ``edgelin.json``.
+
+    Args:
+        model_hash: sha256 of the checkpoint; the same for all variants of one model.
+        vocab_size: Token ids are 0 .. vocab_size - 1.
+        states: State tensors in graph order.
+        tokenizer: Tokenizer file and special ids.
+        profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
+        opset: ai.onnx opset of the graphs.
+        min_onnxruntime: Oldest onnxruntime that runs the graphs, such as ``"1.25.1"``.
+        default_variant: Key of ``variants`` that is used unless another is asked for.
+        variants: Name to graph.
+        files: Other files of the bundle by relative path.
+        max_time: Largest number of tokens in one call, None for no limit.
+        chunk: Number of tokens a call should carry while reading a prompt.
+        input_name: Graph input that takes the token ids.
+        output_name: Graph output that gives the logits.
+        num_logits_to_keep: Overridable initializer: how many last positions get logits, 0 for all.
+        edgelin_version: Version of the exporter.
+    """
+
+    model_hash: str
+    vocab_size: int
+    states: list[StateSpec]
+    tokenizer: TokenizerRecord
+    profile: str
+    opset: int
+    min_onnxruntime: str
+    default_variant: str
+    variants: dict[str, Variant]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    max_time: int | None = None
+    chunk: int = 64
+    input_name: str = "input_ids"
+    output_name: str = "logits"
+    num_logits_to_keep: str = "num_logits_to_keep"
+    edgelin_version: str = __version__
+
+    def io_part(self) -> dict[str, Any]:
+        """What the graphs themselves carry as JSON in ``metadata_props["edgelin"]``."""
+        return {
+            "format": FORMAT,
+            "input": {
+                "name": self.input_name,
+                "kind": "tokens",
+                "dtype": "int64",
+                "shape": ["batch", "time"],
+                "vocab_size": self.vocab_size,
+            },
+            "output": {
+                "name": self.output_name,
+                "dtype": "float32",
+                "shape": ["batch", "kept", "vocab"],
+            },
+            "num_logits_to_keep": self.num_logits_to_keep,
+            "max_time": self.max_time,
+            "states": [spec.as_dict() for spec in self.states],
+            "profile": self.profile,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole file, digest included."""
+        io = self.io_part()
+        content = {
+            "format": io.pop("format"),
+            "edgelin_version": self.edgelin_version,
+            "model_hash": self.model_hash,
+            **io,
+            "chunk": self.chunk,
+            "tokenizer": {
+                "file": self.tokenizer.file,
+                "eos_token_id": self.tokenizer.eos_token_id,
+                "special_tokens": self.tokenizer.special_tokens,
+            },
+            "opset": self.opset,
+            "min_onnxruntime": self.min_onnxruntime,
+            "default_variant": self.default_variant,
+            "variants": {
+                name: {
+                    "file": variant.file,
+                    "quantisation": variant.quantisation,
+                    "files": _records(variant.files),
+                }
+                for name, variant in self.variants.items()
+            },
+            "files": _records(self.files),
+        }
+        content["digest"] = digest(content)
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], where: str = FILE_NAME) -> Manifest:
+        """Read the parsed JSON.
+
+        Raises:
+            EdgelinError: The digest differs, a key is missing, or a value makes no sense.
+        """
+        if content.get("format") != FORMAT:
+            raise EdgelinError(
+                f"{where} has format {content.get('format')!r}; this edgelin {__version__} reads "
+                f"format {FORMAT}: export again, or install the edgelin that wrote it"
+            )
+        if content.get("digest") != digest(content):
+            raise EdgelinError(
+                f"{where} was changed after export: its digest differs; "
+                "take the original file, or export the bundle again"
+            )
+        try:
+            manifest = _parse(cls, content)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise EdgelinError(
+                f"{where} is not a valid manifest: {type(error).__name__} {error}; export again"
+            ) from error
+        _validate(manifest, where)
+        return manifest
+
+    @classmethod
+    def read(cls, bundle: Path | str) -> Manifest:
+        """Read ``edgelin.json`` of a bundle folder.
+
+        Raises:
+            EdgelinError: There is no bundle, or its manifest is damaged.
+        """
+        path = Path(bundle) / FILE_NAME
+        try:
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            hint = "" if Path(bundle).is_dir() else " (no such folder)"
+            raise EdgelinError(
+                f"{bundle} is no bundle: it has no {FILE_NAME}{hint}; "
+                "give a folder written by `edgelin export`"
+            ) from None
+        except OSError as error:
+            raise EdgelinError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise EdgelinError(
+                f"{path} is not valid JSON ({error}); take the original, or export again"
+            ) from error
+        if not isinstance(content, dict):
+            raise EdgelinError(f"{path} is not a JSON object; export the bundle again")
+        return cls.from_dict(content, str(path))
+
+    def write(self, bundle: Path | str) -> Path:
+        """Write ``edgelin.json`` with its digest into a bundle folder, atomically."""
+        _validate(self, FILE_NAME)
+        path = Path(bundle) / FILE_NAME
+        part = path.with_name(f"{path.name}.part")
+        text = json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n"
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+        return path
+
+    def variant(self, name: str | None = None) -> Variant:
+        """A variant by name; None is the default one.
+
+        Raises:
+            EdgelinError: The bundle has no such variant.
+        """
+        wanted = name or self.default_variant
+        if wanted not in self.variants:
+            have = ", ".join(sorted(self.variants))
+            raise EdgelinError(f"the bundle has no variant {wanted!r}; it has: {have}")
+        return self.variants[wanted]
+
+    def check_files(self, bundle: Path | str, variant: str | None = None) -> None:
+        """Compare the common files and those of one variant with their records.
+
+        Files up to ``HASH_LIMIT`` bytes are hashed, larger ones are compared by size.
+
+        Raises:
+            EdgelinError: A file is missing or differs.
+        """
+        records = {**self.files, **self.variant(variant).files}
+        for name, record in records.items():
+            problem = file_problem(Path(bundle) / name, record)
+            if problem:
+                raise EdgelinError(
+                    f"{Path(bundle) / name} {problem}; take the original, or export again"
+                )
+
+
+def file_problem(path: Path, record: FileRecord) -> str | None:
+    """What is wrong with a file, in a few words, or None when it is as recorded."""
+    try:
+        size = path.stat().st_size
+        if size != record.bytes:
+            return f"has {size} bytes where the manifest says {record.bytes}"
+        if size <= HASH_LIMIT and _sha256(path) != record.sha256:
+            return "differs from its sha256 in the manifest"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None
+
+
+def file_records(bundle: Path | str, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Measure files of a bundle: relative path (with ``/``) to record."""
+    return {name: FileRecord.of(Path(bundle) / name) for name in names}
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """sha256 of the canonical JSON (RFC 8785) of a manifest without its key ``digest``."""
+    rest = {key: value for key, value in content.items() if key != "digest"}
+    return hashlib.sha256(canonical_json(rest).encode()).hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """RFC 8785: sorted keys, no spaces, unescaped UTF-8, numbers as ECMAScript prints them."""
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=lambda key: key.encode("utf-16-be", "surrogatepass"))
+        return "{" + ",".join(f"{_text(key)}:{canonical_json(value[key])}" for key in keys) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(canonical_json(item) for item in value) + "]"
+    if isinstance(value, float):
+        return _number(value)
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    """JSON of a string, an integer, true, false or null."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _number(value: float) -> str:
+    """A float as ECMAScript's Number.prototype.toString writes it."""
+    if value.is_integer() and abs(value) < 1e21:
+        return str(int(value))
+    shortest = repr(value)
+    mantissa, _, exponent = shortest.partition("e")
+    power = int(exponent or "0")
+    if -7 < power < 0:  # Python turns to exponents at 1e-5, ECMAScript at 1e-7
+        sign = "-" if value < 0 else ""
+        digits = mantissa.lstrip("-").replace(".", "")
+        return f"{sign}0.{'0' * (-power - 1)}{digits}"
+    return f"{mantissa}e{power:+d}" if exponent else shortest
+
+
+def _records(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
+    """JSON form of file records."""
+    return {name: {"sha256": r.sha256, "bytes": r.bytes} for name, r in files.items()}
+
+
+def _read_records(content: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """Inverse of :func:`_records`."""
+    return {name: FileRecord(r["sha256"], r["bytes"]) for name, r in content.items()}
+
+
+def _sha256(path: Path) -> str:
+    """Hash of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:
+    """Pick the fields out of parsed JSON; any missing or odd one raises a builtin exception."""
+    tokenizer = content["tokenizer"]
+    return cls(
+        model_hash=content["model_hash"],
+        vocab_size=int(content["input"]["vocab_size"]),
+        states=[StateSpec.from_dict(entry) for entry in content["states"]],
+        tokenizer=TokenizerRecord(
+            tokenizer["file"], int(tokenizer["eos_token_id"]), dict(tokenizer["special_tokens"])
+        ),
+        profile=content["profile"],
+        opset=int(content["opset"]),
+        min_onnxruntime=content["min_onnxruntime"],
+        default_variant=content["default_variant"],
+        variants={
+            name: Variant(entry["file"], _read_records(entry["files"]), entry["quantisation"])
+            for name, entry in content["variants"].items()
+        },
+        files=_read_records(content["files"]),
+        max_time=None if content["max_time"] is None else int(content["max_time"]),
+        chunk=int(content["chunk"]),
+        input_name=content["input"]["name"],
+        output_name=content["output"]["name"],
+        num_logits_to_keep=content["num_logits_to_keep"],
+        edgelin_version=content["edgelin_version"],
+    )
+
+
+def _validate(manifest: Manifest, where: str) -> None:
+    """Refuse values that no runner could follow."""
+    if manifest.profile not in PROFILES:
+        _refuse(where, f"profile is {manifest.profile!r}; allowed: {', '.join(PROFILES)}")
+    if manifest.default_variant not in manifest.variants:
+        _refuse(where, f"default_variant {manifest.default_variant!r} is not among variants")
+    limit = manifest.max_time
+    if manifest.chunk < 1 or (limit is not None and not manifest.chunk <= limit):
+        _refuse(where, f"chunk is {manifest.chunk}; 1 .. max_time ({limit}) is allowed")
+    names = [spec.name for spec in manifest.states]
+    if len(set(names)) != len(names):
+        _refuse(where, "two states have the same name")
+    for spec in manifest.states:
+        if spec.dtype not in ("float32", "int64"):
+            _refuse(where, f"state {spec.name} is {spec.dtype}; allowed: float32, int64")
+    paths = [manifest.tokenizer.file, *manifest.files]
+    for name, variant in manifest.variants.items():
+        if variant.file not in variant.files:
+            _refuse(where, f"variant {name} does not list its own file {variant.file!r}")
+        paths += variant.files
+    for path in paths:
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
+            _refuse(where, f"file {path!r} lies outside the bundle")
+
+
+def _refuse(where: str, problem: str) -> None:
+    """Raise the one-line error of a manifest that contradicts itself."""
+    raise EdgelinError(f"{where}: {problem}; export the bundle again")
