@@ -1,0 +1,50 @@
+# make demo   checkpoint -> bundle -> checked bundle -> text, on a CPU
+# make test   own environment, then lint, types and tests: what CI runs
+# make check  the same lint, types and tests in the environment that is active
+# make gpu    the tests that need a CUDA GPU, with that machine's own torch
+#
+# PYTHON=python3.12           interpreter for the environment (3.11 or 3.12)
+# TORCH_INDEX=https://...     extra package index, where plain pip would fetch a CUDA torch
+# WORKERS=4                   processes for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+# Run from the checkout without an installed package too (make check, make gpu).
+RUN ?= $(PYTHON) -m
+
+export ORT_DISABLE_TELEMETRY = 1
+
+.PHONY: demo test check gpu lint
+
+demo: $(VENV)/.installed-export
+	rm -rf bundles/demo
+	$(BIN)/edgelin export examples/demo/checkpoint -o bundles/demo --quantize int8
+	$(BIN)/edgelin verify bundles/demo
+	$(BIN)/edgelin run bundles/demo "The old house stood at the end of the lane" \
+		--max-tokens 120 --seed 7 --stats
+
+test: $(VENV)/.installed-dev
+	$(MAKE) --no-print-directory check RUN="$(BIN)/python -m"
+
+check: lint
+	$(RUN) pytest -n $(WORKERS) --dist loadscope
+
+lint:
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+	$(RUN) mypy
+
+gpu:
+	$(RUN) pytest -m gpu
+	$(RUN) pytest tests/recurrences
+
+# One environment serves both: the stamp of an extra is as old as its last installation.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[$*]'
+	touch $@
