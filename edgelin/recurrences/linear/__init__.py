@@ -1,0 +1,164 @@
+"""Linear recurrence: linear attention, retention and gated linear attention.
+
+Equation, per head:
+
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T
+    o_t = scale * S_t^T q_t
+
+and, with the normaliser, o_t / (scale * z_t . q_t + eps) where z_t = exp(g_t) z_{t-1} + k_t.
+
+Glossary: S state ``[K, V]``; q, k queries and keys of width K; v values of width V; g log decay
+(none: linear attention; one a head: RetNet, Mamba-2; one a key, multiplying the rows of S: GLA);
+z normaliser, the same recurrence with v = 1.
+
+Sources: Katharopoulos et al. 2020, "Transformers are RNNs", arXiv:2006.16236, equations 16 to 20;
+Sun et al. 2023, "Retentive network", arXiv:2307.08621, equation 6; Yang et al. 2024, "Gated linear
+attention", arXiv:2312.06635, equation 3.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgelin.recurrences.linear import chunked
+
+
+def linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    *,
+    scale: float = 1.0,
+    normalizer: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, ...]:
+    """Run the linear recurrence over a sequence, of any length from 1.
+
+    Args:
+        q: Queries ``[B, T, H, K]``, float32 or bfloat16 (float64 on CPU).
+        k: Keys ``[B, T, H, K]``.
+        v: Values ``[B, T, H, V]``.
+        g: Log decay <= 0: None, ``[B, T, H]`` or ``[B, T, H, K]``, float32; below -90 it counts
+            as -90.
+        state: State before the first token ``[B, H, K, V]``, float32.
+        scale: Factor of the output.
+        normalizer: Normaliser z before the first token ``[B, H, K]``, float32, or None.
+        eps: Added to the denominator.
+
+    Returns:
+        ``(o, state)``, with ``normalizer`` ``(o, state, normalizer)``: ``o`` ``[B, T, H, V]`` in
+        the dtype of ``v``, the state and the normaliser after the last token.
+    """
+    _check(q, k, v, g, state)
+    o, state = torch.ops.edgelin.linear(q, k, v, g, state, scale)
+    if normalizer is None:
+        return o, state
+    ones = torch.ones((*k.shape[:3], 1), dtype=normalizer.dtype, device=k.device)
+    sums, z = torch.ops.edgelin.linear(q, k, ones, g, normalizer[..., None], scale)
+    return (o / (sums + eps)).to(v.dtype), state, z[..., 0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> None:
+    """Raise ValueError where the ranks or the static sizes do not fit together."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k, v need 4 axes [B, T, H, D]: {q.dim()}, {k.dim()}, {v.dim()}")
+    sizes = (q.shape[2], q.shape[3], v.shape[3])
+    if state.dim() != 4 or tuple(state.shape[1:]) != sizes:
+        raise ValueError(f"state is {tuple(state.shape)}, need [B, H, K, V] with {sizes}")
+    if g is not None and (g.dim() not in (3, 4) or tuple(g.shape[2:]) != q.shape[2 : g.dim()]):
+        raise ValueError(f"g is {tuple(g.shape)}, need [B, T, H] or [B, T, H, K]")
+
+
+@torch.library.custom_op("edgelin::linear", mutates_args=())
+def _linear(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The recurrence without the normaliser, on the device of its inputs."""
+    if q.is_cuda:
+        from edgelin.recurrences.linear import kernel
+
+        return kernel.forward(q, k, v, g, state, scale)
+    o, final = chunked.forward(q, k, v, g, state, scale)
+    return o.contiguous(), final.contiguous()
+
+
+@_linear.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _empty(v), _empty(state)
+
+
+@torch.library.custom_op("edgelin::linear_backward", mutates_args=())
+def _linear_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g (empty without g) and state; recomputes what it needs."""
+    if q.is_cuda:
+        from edgelin.recurrences.linear import kernel_backward
+
+        return kernel_backward.backward(q, k, v, g, state, scale, do, dstate)
+    given = [x for x in (q, k, v, state, g) if x is not None]
+    # torch.func: below the dispatcher's autograd keys, torch.autograd would record nothing.
+    pull: Any = torch.func.vjp(partial(_chunked, scale), *given)[1]
+    grads = [grad.contiguous() for grad in pull((do, dstate))]
+    dq, dk, dv, dinitial, dg = grads if g is not None else (*grads, torch.zeros(0))
+    return dq, dk, dv, dg, dinitial
+
+
+def _chunked(
+    scale: float, q: Tensor, k: Tensor, v: Tensor, state: Tensor, g: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The chunked form with g last, where it may be absent."""
+    return chunked.forward(q, k, v, g, state, scale)
+
+
+@_linear_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dg = q.new_empty(0, dtype=torch.float32) if g is None else _empty(g)
+    return _empty(q), _empty(k), _empty(v), dg, _empty(state)
+
+
+def _empty(like: Tensor) -> Tensor:
+    """A contiguous tensor of the same shape, dtype and device."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep the inputs only: the backward recomputes all states."""
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the six inputs."""
+    q, k, v, g, state = ctx.saved_tensors
+    dq, dk, dv, dg, dinitial = torch.ops.edgelin.linear_backward(
+        q, k, v, g, state, ctx.scale, do, dstate
+    )
+    return dq, dk, dv, None if g is None else dg, dinitial, None
+
+
+_linear.register_autograd(_backward, setup_context=_save)

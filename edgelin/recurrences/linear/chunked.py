@@ -1,0 +1,112 @@
+"""Chunk-parallel torch form of the linear recurrence, any device, differentiable by autograd.
+
+With S the state before a chunk, G_i the sum of the log decays up to token i of it and A masked to
+j <= i:
+
+    A_ij = sum_k q_ik k_jk exp(G_ik - G_jk)
+    o_i  = scale * ((q_i exp(G_i))^T S + sum_j A_ij v_j)
+    S'   = exp(G_last) S + sum_j k_j exp(G_last - G_j) v_j^T
+
+(Yang et al. 2024, "Gated linear attention", arXiv:2312.06635, equations 5 and 6.) Every exponent is
+a sum of log decays over an interval, taken as such: exp(G_i) exp(-G_j) overflows, and a float32
+difference of two running sums loses the small ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence in chunks; arithmetic is float32, or float64 if any input is.
+
+    Args:
+        q: Queries ``[B, T, H, K]``.
+        k: Keys ``[B, T, H, K]``.
+        v: Values ``[B, T, H, V]``.
+        g: Log decay, None, ``[B, T, H]`` or ``[B, T, H, K]``; below -90 it counts as -90.
+        state: ``[B, H, K, V]``.
+        scale: Factor of the output.
+
+    Returns:
+        ``o`` ``[B, T, H, V]`` in the dtype of ``v`` and the final state in the dtype of ``state``.
+    """
+    time, dtype = q.shape[1], _compute_dtype(q, k, v, state)
+    chunk = min(CHUNK, time)
+    qc, kc, vc = (_split(x.to(dtype), chunk) for x in (q, k, v))
+    if g is None:
+        within = (qc @ kc.mT).tril()
+        q_in, k_out, total = qc, kc, None
+    else:
+        gc = _split(g.to(dtype).clamp(min=MIN_LOG_DECAY).reshape(*q.shape[:3], -1), chunk)
+        decayed = _per_head if g.dim() == 3 else _per_key
+        within, q_in, k_out, total = decayed(qc, kc, gc)
+    current = state.to(dtype)
+    before = []
+    for n, increment in enumerate((k_out.mT @ vc).unbind(2)):
+        before.append(current)
+        current = increment + (current if total is None else total[:, :, n] * current)
+    o = within @ vc + q_in @ torch.stack(before, dim=2)
+    o = (scale * o).flatten(2, 3).transpose(1, 2)[:, :time]
+    return o.to(v.dtype), current.to(state.dtype)
+
+
+def _compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any tensor is, else float32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _split(x: Tensor, chunk: int) -> Tensor:
+    """``[B, T, H, D]`` to chunks ``[B, H, N, chunk, D]``; zeros after T change neither o nor S."""
+    pad = -x.shape[1] % chunk
+    if pad:
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad))
+    batch, time, heads, width = x.shape
+    return x.reshape(batch, time // chunk, chunk, heads, width).permute(0, 3, 1, 2, 4)
+
+
+def _triangle(size: int, like: Tensor) -> Tensor:
+    """Lower-triangular ones ``[size, size]``: as a matrix product, a running sum."""
+    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril()
+
+
+def _per_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A, decayed q and k, and the chunk's decay ``[B, H, N, 1, 1]`` for g ``[B, H, N, C, 1]``."""
+    lower = _triangle(q.shape[-2], g)
+    after = lower.tril(-1)  # [l, j] = l > j
+    sums = lower @ (g * after)  # [i, j] = sum of g_l over j < l <= i
+    decay = sums.masked_fill(lower == 0, -torch.inf).exp()
+    prefix = lower @ g
+    q_in = q * prefix.exp()
+    k_out = k * decay[..., -1, :, None]
+    return (q @ k.mT) * decay, q_in, k_out, prefix[..., -1:, :].exp()
+
+
+def _per_key(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A, decayed q and k, and the chunk's decay ``[B, H, N, K, 1]`` for g ``[B, H, N, C, K]``.
+
+    At level s the mask is the pairs whose tokens lie in the odd and the even half of one aligned
+    block of 2s. With r the last token of the even half, exp(G_i - G_j) is
+    exp(G_i - G_r) exp(G_r - G_j): both exponents are sums over intervals, so never positive.
+    """
+    size = q.shape[-2]
+    lower = _triangle(size, g)
+    within = torch.diag_embed((q * k).sum(-1))
+    i = torch.arange(size, device=g.device)[:, None]
+    j = i.T
+    s = 1
+    while s < size:
+        odd, last_even = (i // s) % 2 == 1, i // (2 * s) * 2 * s + s - 1
+        interval = torch.where(odd, (j > last_even) & (j <= i), (j > i) & (j <= last_even))
+        factor = (interval.to(g.dtype) @ g).exp()
+        pairs = (i // (2 * s) == j // (2 * s)) & odd & ((j // s) % 2 == 0)
+        within = within + ((q * factor) @ (k * factor).mT) * pairs
+        s *= 2
+    prefix = lower @ g
+    suffix = lower.mT.triu(1) @ g  # over the tokens after each
+    return within, q * prefix.exp(), k * suffix.exp(), prefix[..., -1, :, None].exp()
