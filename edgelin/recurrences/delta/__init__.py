@@ -1,0 +1,134 @@
+"""Delta rule (DeltaNet) and gated delta rule (Gated DeltaNet).
+
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - (e^{g_t} S_{t-1})^T k_t)^T
+    o_t = scale * S_t^T q_t
+
+S is the matrix state, k the key under which the value v is written, beta the share of the old
+value that is overwritten (0 keeps it, 1 replaces it, 2 mirrors it), g the log decay (absent in
+DeltaNet) and q the query. Keys usually come with unit length; nothing here needs it.
+
+Sources: Schlag et al. 2021, "Linear Transformers Are Secretly Fast Weight Programmers", eq. 23-25;
+Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length";
+Yang et al. 2024, "Gated Delta Networks", eq. 10.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgelin.recurrences.delta import chunked
+
+
+def delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    *,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Run the (gated) delta rule over a stretch of tokens.
+
+    Args:
+        q: Queries `[B, T, H, K]`.
+        k: Keys `[B, T, H, K]`.
+        v: Values `[B, T, H, V]`.
+        beta: Writing strengths `[B, T, H]`.
+        g: Log decays `[B, T, H]`, clamped from below at -90, or None for no decay.
+        state: State before the first token `[B, H, K, V]`, float32 (float64 with float64 values).
+        scale: Factor of the outputs.
+
+    Returns:
+        Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
+    """
+    result: tuple[Tensor, Tensor] = torch.ops.edgelin.delta(q, k, v, beta, g, state, scale)
+    return result
+
+
+@torch.library.custom_op("edgelin::delta", mutates_args=())
+def _delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Kernel on CUDA tensors, chunked form elsewhere."""
+    if v.is_cuda:
+        from edgelin.recurrences.delta import kernel
+
+        return kernel.forward(q, k, v, beta, g, state, scale)
+    return chunked.forward(q, k, v, beta, g, state, scale)
+
+
+@torch.library.custom_op("edgelin::delta_backward", mutates_args=())
+def _delta_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, beta, g (empty without g) and state; recomputes all but the inputs."""
+    if v.is_cuda:
+        from edgelin.recurrences.delta import kernel_backward
+
+        return kernel_backward.backward(q, k, v, beta, g, state, scale, do, dstate)
+    return chunked.backward(q, k, v, beta, g, state, scale, do, dstate)
+
+
+@_delta.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+@_delta_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dg = state.new_empty(0) if g is None else g.new_empty(g.shape)
+    q_, k_, v_, beta_, state_ = (x.new_empty(x.shape) for x in (q, k, v, beta, state))
+    return q_, k_, v_, beta_, dg, state_
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep the inputs and nothing else."""
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of the op's inputs."""
+    inputs = ctx.saved_tensors
+    dq, dk, dv, dbeta, dg, ds = torch.ops.edgelin.delta_backward(*inputs, ctx.scale, do, dstate)
+    return dq, dk, dv, dbeta, None if inputs[4] is None else dg, ds, None
+
+
+_delta.register_autograd(_gradients, setup_context=_save)

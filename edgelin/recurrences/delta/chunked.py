@@ -1,0 +1,123 @@
+"""Delta rule in chunks of 64 tokens (WY / UT form), plain torch, any device.
+
+With S the state before a chunk, G_i the decay summed up to token i of it and
+D_ij = e^{G_i - G_j} for i >= j, the writes u of the chunk solve a unit-triangular system:
+
+    (I + L) u = beta (v - e^G k S)          L_ij = beta_i D_ij (k_i . k_j) for i > j
+    o = scale (e^G q S + (D * q k^T) u)     S' = e^{G_64} S + (e^{G_64 - G} k)^T u
+
+Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
+Length", section 3, with the decay of "Gated Delta Networks", section 3.3. Two things differ from
+the papers because they lose the answer on repeated tokens and on hard resets: the inverse of
+I + L goes up in blocks of 1, 2, 4, ... (no power series of L), and every G_i - G_j is summed on
+its own (no difference of cumulated sums, no e^{-G}).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, T, H, V]` in the dtype of ``v`` and the new state; differentiable."""
+    time = v.shape[1]
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    size = min(CHUNK, time)
+    g = beta.new_zeros(beta.shape) if g is None else g.clamp(min=MIN_LOG_DECAY)
+    q, k, v_, beta, g = (_chunks(x.to(dtype), size) for x in (q, k, v, beta, g))
+    prefix, decay = _decays(g)
+    gram = k @ k.mT
+    inverse = unit_lower_inverse(beta[..., None] * (decay * gram).tril(-1))
+    scores = q @ k.mT * decay
+    read, erase = prefix * q, prefix * k
+    write = (decay[..., -1, :, None] * k).mT
+    total = prefix[..., -1:, :]
+
+    current = state.to(dtype)
+    outputs = []
+    for n in range(q.shape[2]):
+        old = erase[:, :, n] @ current
+        new = inverse[:, :, n] @ (beta[:, :, n, :, None] * (v_[:, :, n] - old))
+        outputs.append(read[:, :, n] @ current + scores[:, :, n] @ new)
+        current = total[:, :, n] * current + write[:, :, n] @ new
+    o = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :time].transpose(1, 2)
+    return (scale * o).to(v.dtype).contiguous(), current.to(state.dtype).contiguous()
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, beta, g (empty without g) and state, through a second forward."""
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, *decay: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Forward over the tensors that have gradients."""
+        return forward(q, k, v, beta, decay[0] if decay else None, state, scale)
+
+    decay = () if g is None else (g,)
+    # vjp, since autograd.grad records nothing inside a custom op
+    gradients = torch.func.vjp(run, q, k, v, beta, state, *decay)[1]
+    dq, dk, dv, dbeta, ds, *dg = (x.contiguous() for x in gradients((do, dstate)))
+    return dq, dk, dv, dbeta, dg[0] if dg else state.new_empty(0), ds
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """Inverse of I + ``lower``, a strictly lower triangular `[..., N, N]`.
+
+    Blocks of 2s come from blocks of s: X <- X - X L_s X, where L_s holds the lower left
+    quarters of the 2s blocks. Exact to rounding also where the powers of L overflow.
+    """
+    size = lower.shape[-1]
+    row = torch.arange(size, device=lower.device)[:, None]
+    column = row.mT
+    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).expand(lower.shape)
+    block = 1
+    while block < size:
+        same = row // (2 * block) == column // (2 * block)
+        quarter = same & (row // block > column // block)
+        level = lower * quarter
+        # blocks of one token: X is still the identity
+        inverse = inverse - (level if block == 1 else inverse @ (level @ inverse))
+        block *= 2
+    return inverse
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """`[B, T, H, ...]` to `[B, H, N, size, ...]`, zeros after the last token.
+
+    A token of zeros writes nothing and decays nothing.
+    """
+    x = x.transpose(1, 2)
+    missing = -x.shape[2] % size
+    x = pad(x, (*[0] * 2 * (x.ndim - 3), 0, missing))
+    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
+
+
+def _decays(g: Tensor) -> tuple[Tensor, Tensor]:
+    """e^{G_i} as `[..., N, 1]` and e^{G_i - G_j}, zero above the diagonal, as `[..., N, N]`."""
+    size = g.shape[-1]
+    ones = torch.ones(size, size, dtype=g.dtype, device=g.device).tril()
+    # summed token by token over j < l <= i: a reset of -90 leaves no rounding in later sums
+    sums = ones @ (g[..., None] * ones.tril(-1))
+    return g.cumsum(-1).exp()[..., None], sums.exp().tril()
