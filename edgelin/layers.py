@@ -1,0 +1,132 @@
+"""Layers that are no mixer: RMSNorm, gated MLP, rotary position, the export marker ``keep_last``.
+
+Norms and angles are computed in float32 or better, whatever the dtype of the stream.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in float32, or unchanged where it is float64 already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, eq. 4).
+
+    Args:
+        size: Length of the last axis.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., size]`; the dtype stays."""
+        full = at_least_float32(x)
+        weight = self.weight.to(full.dtype)
+        return F.rms_norm(full, (self.size,), weight, self.eps).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm(x) * silu(gate): what linear mixers put between the recurrence and ``out_proj``.
+
+    Args:
+        size: Length of the last axis (one head's values).
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(size, eps)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalise and gate `[..., size]`; ``gate`` has the shape of ``x``."""
+        y: Tensor = self.norm(x) * F.silu(gate)
+        return y
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), "SwiGLU" (Shazeer 2020, arXiv:2002.05202, eq. 6).
+
+    Gate and up are one projection, so that a step reads x once.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., hidden_size]` to the same shape."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        y: Tensor = self.down_proj(F.silu(gate) * up)
+        return y
+
+
+def l2_norm(x: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last axis, as an RMSNorm (one ONNX node)."""
+    size = x.shape[-1]
+    full = at_least_float32(x)
+    weight = torch.full((size,), size**-0.5, dtype=full.dtype, device=x.device)
+    return F.rms_norm(full, (size,), weight, eps / size).to(x.dtype)
+
+
+def rotate(x: Tensor, position: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotate feature pairs (i, i + D/2) by position * frequency (Su et al. 2021, eq. 34).
+
+    Args:
+        x: `[B, T, H, D]`, D even.
+        position: `[B]` int64, position of the first token of each row.
+        frequencies: `[D / 2]` float64, radians a token.
+
+    Returns:
+        `[B, T, H, D]` in ``x.dtype``.
+    """
+    steps = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
+    tokens = (position[:, None] + steps).to(torch.float64)
+    # float32 angles are off by 0.02 after a million tokens: reduce before the cast.
+    angles = torch.fmod(tokens[:, :, None, None] * frequencies, 2 * math.pi)
+    angles = angles.to(torch.promote_types(x.dtype, torch.float32))
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.to(x.dtype)
+
+
+def keep_last(hidden: Tensor) -> Tensor:
+    """Mark where the exported graph may drop all but the last positions; an identity elsewhere."""
+    if torch.compiler.is_exporting():
+        marked: Tensor = torch.ops.edgelin.keep_last(hidden)
+        return marked
+    return hidden
+
+
+@torch.library.custom_op("edgelin::keep_last", mutates_args=())
+def _keep_last(hidden: Tensor) -> Tensor:
+    return hidden.clone()
+
+
+@_keep_last.register_fake
+def _keep_last_fake(hidden: Tensor) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+__all__ = [
+    "GatedMLP",
+    "GatedRMSNorm",
+    "RMSNorm",
+    "at_least_float32",
+    "keep_last",
+    "l2_norm",
+    "rotate",
+]

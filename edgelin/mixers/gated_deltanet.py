@@ -1,0 +1,130 @@
+"""Gated DeltaNet: a delta rule whose memory also decays.
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
+    o_t = S_t^T q_t / sqrt(K)
+    g_t = -exp(A_log) softplus(a_t + dt_bias) ;  beta_t = sigmoid(b_t)
+
+q, k, v pass a short convolution and silu; q and k are L2-normalised; the output is a gated RMSNorm.
+Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), arXiv:2412.06464, eq. 10 and
+section 3.4; decay parameters as in Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from edgelin.errors import EdgelinError
+from edgelin.layers import GatedRMSNorm, at_least_float32, l2_norm
+from edgelin.recurrences.conv import short_convolution
+from edgelin.recurrences.delta import delta
+from edgelin.state import StateSpec
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the mixer.
+
+    Args:
+        num_heads: Heads H.
+        key_dim: Width K of a query or key, a head.
+        value_dim: Width V of a value, a head.
+        conv_size: Taps of the short convolution.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise EdgelinError(f"{name} is {value}; give at least 1")
+
+
+class Mixer(nn.Module):
+    """Gated DeltaNet (``decays``), or DeltaNet without the decay.
+
+    Args:
+        config: Sizes.
+        hidden_size: Width of the residual stream.
+        layer: Index that names the states.
+        norm_eps: Added to the mean square in the output norm.
+    """
+
+    decays = True
+
+    def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        heads = config.num_heads
+        self.key_size, self.value_size = heads * config.key_dim, heads * config.value_dim
+        self.conv_channels = 2 * self.key_size + self.value_size
+        self.qkv_gate_proj = nn.Linear(
+            hidden_size, self.conv_channels + self.value_size, bias=False
+        )
+        bound = config.conv_size**-0.5
+        self.conv_weight = nn.Parameter(
+            torch.empty(self.conv_channels, config.conv_size).uniform_(-bound, bound)
+        )
+        self.beta_decay_proj = nn.Linear(hidden_size, heads * (1 + self.decays), bias=False)
+        if self.decays:
+            self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+            self.dt_bias = nn.Parameter(_initial_dt_bias(heads))
+        self.norm = GatedRMSNorm(config.value_dim, norm_eps)
+        self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
+
+    def state_specs(self) -> list[StateSpec]:
+        """The convolution's tail and S."""
+        c = self.config
+        return [
+            StateSpec(
+                "conv", self.layer, (self.conv_channels, c.conv_size - 1), "batch channels time"
+            ),
+            StateSpec(
+                "recurrent",
+                self.layer,
+                (c.num_heads, c.key_dim, c.value_dim),
+                "batch heads key value",
+            ),
+        ]
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
+        c = self.config
+        conv_name, recurrent_name = f"conv.{self.layer}", f"recurrent.{self.layer}"
+        qkv, gate = self.qkv_gate_proj(x).split([self.conv_channels, self.value_size], dim=-1)
+        qkv, conv = short_convolution(
+            qkv, self.conv_weight, None, state[conv_name], activation="silu"
+        )
+        qk, v = qkv.split([2 * self.key_size, self.value_size], dim=-1)
+        # Queries and keys are normalised together: one node in the exported graph.
+        q, k = l2_norm(qk.unflatten(-1, (2 * c.num_heads, c.key_dim))).chunk(2, dim=2)
+        v = v.unflatten(-1, (c.num_heads, c.value_dim))
+        beta, g = self._gates(x)
+        o, recurrent = delta(q, k, v, beta, g, state[recurrent_name], scale=c.key_dim**-0.5)
+        o = self.norm(o, gate.unflatten(-1, (c.num_heads, c.value_dim)))
+        return self.out_proj(o.flatten(-2)), {conv_name: conv, recurrent_name: recurrent}
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Beta and log decay, both `[B, T, H]` float32."""
+        gates = at_least_float32(self.beta_decay_proj(x))
+        if not self.decays:
+            return gates.sigmoid(), None
+        beta, a = gates.chunk(2, dim=-1)
+        rate = at_least_float32(self.A_log).exp()
+        return beta.sigmoid(), -rate * F.softplus(a + at_least_float32(self.dt_bias))
+
+
+def _initial_dt_bias(heads: int) -> Tensor:
+    """Softplus-inverse of steps drawn log-uniformly from [0.001, 0.1], as in Mamba-2."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = torch.empty(heads).uniform_(low, high).exp()
+    return dt + torch.log(-torch.expm1(-dt))

@@ -1,0 +1,157 @@
+"""The language model: token embedding, blocks of a mixer and a gated MLP, head.
+
+    x = x + drop(mixer(norm(x)));  x = x + drop(mlp(norm(x)));  logits = norm(x) @ E^T
+
+``forward(input_ids, state) -> (logits, state)`` is the only form: any T for training and prefill,
+T = 1 for a step. All states are arguments and results, described by :meth:`state_specs`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from edgelin import mixers
+from edgelin.config import ModelConfig
+from edgelin.layers import GatedMLP, RMSNorm, keep_last
+from edgelin.state import StateSpec
+
+_INIT_STD = 0.02
+_RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
+
+
+class Block(nn.Module):
+    """One layer: mixer and MLP, each behind a norm and added to the stream.
+
+    Args:
+        config: The model's sizes.
+        layer: Index of the layer.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        name, eps = config.layers[layer], config.rms_norm_eps
+        self.mixer_norm = RMSNorm(config.hidden_size, eps)
+        self.mixer = mixers.build(
+            config.mixers[name], config.hidden_size, layer, eps, where=f"model.mixers.{name}"
+        )
+        self.mlp_norm = RMSNorm(config.hidden_size, eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Map the stream `[B, T, d]`; ``state`` holds this layer's states."""
+        mixed, state = self.mixer(self.mixer_norm(x), state, position)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
+
+
+class LanguageModel(nn.Module):
+    """A causal language model with a state of fixed size.
+
+    Args:
+        config: Sizes and the mixer of every layer.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(len(config.layers)))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._initialise()
+
+    def state_specs(self) -> list[StateSpec]:
+        """Every state, in layer order; then ``position`` if a mixer needs it."""
+        specs = [spec for block in self.blocks for spec in block.mixer.state_specs()]
+        if any(getattr(block.mixer, "needs_position", False) for block in self.blocks):
+            specs.append(StateSpec("position", None, (), "batch", dtype="int64", initial=0))
+        return specs
+
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
+        """The states before the first token, float64 where the weights are.
+
+        Args:
+            batch: Rows B.
+            device: Where to make them; None: where the weights are.
+        """
+        weight = self.embedding.weight
+        state = {}
+        for spec in self.state_specs():
+            dtype = getattr(torch, spec.dtype)
+            if dtype.is_floating_point:
+                dtype = torch.promote_types(dtype, weight.dtype)
+            state[spec.name] = torch.full(
+                (batch, *spec.shape), spec.initial, dtype=dtype, device=device or weight.device
+            )
+        return state
+
+    def forward(
+        self, input_ids: Tensor, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: `[B, T]` int64 tokens.
+            state: The states before the first of them; None: the initial ones.
+
+        Returns:
+            logits: `[B, T, vocab]` float32.
+            state: The states after the last token, keyed as ``state_specs`` says.
+        """
+        hidden, state = self.hidden(input_ids, state)
+        return self.logits(hidden), state
+
+    def hidden(
+        self, input_ids: Tensor, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As :meth:`forward`, but the normalised stream `[B, T, d]` that :meth:`logits` takes."""
+        if state is None:
+            state = self.initial_state(input_ids.shape[0], input_ids.device)
+        position = state.get("position")
+        if position is None:
+            position = torch.zeros_like(input_ids[:, 0])
+        x = self.embedding(input_ids)
+        after: dict[str, Tensor] = {}
+        for block in self.blocks:
+            own = {spec.name: state[spec.name] for spec in block.mixer.state_specs()}
+            x, own = block(x, own, position)
+            after |= own
+        if "position" in state:
+            after["position"] = position + input_ids.shape[1]
+        return self.norm(keep_last(x)), after
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: `[..., d]` from :meth:`hidden` to `[..., vocab]`, float32 (or float64)."""
+        logits = F.linear(hidden, self.head_weight)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """`[vocab, d]` weight of the head: the embedding's where they are tied."""
+        tied = self.config.tie_word_embeddings
+        return self.embedding.weight if tied else self.head.weight
+
+    def num_parameters(self) -> int:
+        """Trainable numbers; a tied embedding counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def _initialise(self) -> None:
+        """Normal weights of std 0.02, residual projections by 1 / sqrt(2 L) less (GPT-2)."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                residual = name.rpartition(".")[2] in _RESIDUAL_PROJECTIONS
+                depth = 2 * len(self.config.layers) if residual else 1
+                nn.init.normal_(module.weight, std=_INIT_STD / depth**0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            if hasattr(block.mixer, "reset_parameters"):
+                block.mixer.reset_parameters()

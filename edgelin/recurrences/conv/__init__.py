@@ -1,0 +1,90 @@
+"""Short causal depthwise convolution with its tail carried as a state.
+
+    y_t[c] = act(bias[c] + sum_{i=0}^{W-1} weight[c, i] x_{t-W+1+i}[c])
+
+x_s for s < 1 comes from the state, which holds the last W - 1 inputs, oldest first. Used before
+the recurrence by H3, Mamba and (Gated) DeltaNet: Yang et al., "Gated Delta Networks" (2024),
+arXiv:2412.06464, section 3.4.
+
+Glossary: W taps (``weight.shape[1]``), C channels.
+
+There is no Triton form: the torch form is a sum of W shifted products that ``torch.compile`` fuses
+into one kernel. The custom op ``edgelin::short_convolution`` exists for the exporter only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ACTIVATIONS = (None, "silu")
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    *,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve every channel with its own taps, causally, over time.
+
+    Args:
+        x: `[B, T, C]` inputs.
+        weight: `[C, W]` taps; the last one meets the newest input.
+        bias: `[C]`, or None.
+        state: `[B, C, W - 1]` float32 inputs before ``x``, oldest first.
+        activation: None or ``"silu"``.
+
+    Returns:
+        y: `[B, T, C]` in ``x.dtype``.
+        state: `[B, C, W - 1]`, the last W - 1 inputs.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; allowed: {ACTIVATIONS}")
+    if torch.compiler.is_exporting():
+        result: tuple[Tensor, Tensor] = torch.ops.edgelin.short_convolution(
+            x, weight, bias, state, activation or "none"
+        )
+        return result
+    return _shifted_products(x, weight, bias, state, activation)
+
+
+def _shifted_products(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """The torch form: W products of shifted views, summed in float32."""
+    time = x.shape[1]
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    history = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+    y = history[:, :time] * weight[:, 0]
+    for i in range(1, weight.shape[1]):
+        y = y + history[:, i : i + time] * weight[:, i]
+    if bias is not None:
+        y = y + bias
+    if activation == "silu":
+        y = F.silu(y)
+    tail = history[:, time:].transpose(1, 2).to(state.dtype)
+    return y.to(x.dtype), tail.contiguous()
+
+
+@torch.library.custom_op("edgelin::short_convolution", mutates_args=())
+def _op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    y, tail = _shifted_products(
+        x, weight, bias, state, None if activation == "none" else activation
+    )
+    return y.contiguous(), tail.clone()
+
+
+@_op.register_fake
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(state)
+
+
+__all__ = ["short_convolution"]
