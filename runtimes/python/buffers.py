@@ -1,0 +1,106 @@
+"""Preallocated input, state and output buffers of one stream, bound to an onnxruntime session."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime
+from edgelin.runtimes.manifest import Manifest
+from edgelin.state import StateSpec
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Logits = NDArray[np.float32]
+State = NDArray[np.float32] | NDArray[np.int64]
+
+
+class Buffers:
+    """State tensors of one stream and the IOBinding that reads and writes them.
+
+    In place, every state has one array that is bound as input and as output. Otherwise there are
+    two sets of arrays that take turns. The arrays never move, so they are bound only once.
+
+    Args:
+        session: Session of the graph.
+        manifest: Names, shapes and initial values.
+        batch: Rows of every tensor.
+        in_place: See above.
+    """
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        manifest: Manifest,
+        batch: int,
+        *,
+        in_place: bool,
+    ) -> None:
+        self._session = session
+        self._manifest = manifest
+        self._batch = batch
+        self._sets = [[initial_state(spec, batch) for spec in manifest.states]]
+        if not in_place:
+            self._sets.append([array.copy() for array in self._sets[0]])
+        self._ids = np.zeros(batch * manifest.chunk, np.int64)
+        self._keep = np.array([1], np.int64)
+        self._logits = np.zeros(batch * manifest.vocab_size, np.float32)
+        self._turn = 0
+        self._bindings = [self._bind(turn) for turn in range(len(self._sets))]
+        self._bound: list[tuple[int, bool] | None] = [None] * len(self._bindings)
+
+    @property
+    def states(self) -> list[State]:
+        """The current state arrays, in the order of the manifest; writable."""
+        return self._sets[self._turn]
+
+    def run(self, ids: Ids, *, all_logits: bool = False) -> Logits:
+        """Read ``ids`` [B, T], T <= chunk, and advance the states.
+
+        Returns:
+            [B, 1, vocab], or [B, T, vocab] with ``all_logits``; overwritten by the next call.
+        """
+        batch, time = ids.shape
+        kept = time if all_logits else 1
+        size = batch * kept * self._manifest.vocab_size
+        if size > self._logits.size:
+            self._logits = np.zeros(size, np.float32)
+            self._bound = [None] * len(self._bindings)
+        self._ids[: ids.size] = ids.reshape(-1)
+        self._keep[0] = 0 if all_logits else 1
+        binding = self._bindings[self._turn]
+        if self._bound[self._turn] != (time, all_logits):
+            self._bind_call(binding, time, kept)
+            self._bound[self._turn] = (time, all_logits)
+        self._session.run_with_iobinding(binding)
+        self._turn = (self._turn + 1) % len(self._sets)
+        return self._logits[:size].reshape(batch, kept, self._manifest.vocab_size)
+
+    def _bind(self, turn: int) -> onnxruntime.IOBinding:
+        """Bind the tensors whose shape never changes."""
+        binding = self._session.io_binding()
+        targets = self._sets[(turn + 1) % len(self._sets)]
+        for spec, source, target in zip(
+            self._manifest.states, self._sets[turn], targets, strict=True
+        ):
+            dtype = source.dtype.type
+            binding.bind_input(spec.input_name, "cpu", 0, dtype, source.shape, source.ctypes.data)
+            binding.bind_output(spec.output_name, "cpu", 0, dtype, target.shape, target.ctypes.data)
+        binding.bind_input(
+            self._manifest.num_logits_to_keep, "cpu", 0, np.int64, [], self._keep.ctypes.data
+        )
+        return binding
+
+    def _bind_call(self, binding: onnxruntime.IOBinding, time: int, kept: int) -> None:
+        """Bind the tensors whose shape follows the number of tokens."""
+        manifest, batch = self._manifest, self._batch
+        binding.bind_input(
+            manifest.input_name, "cpu", 0, np.int64, [batch, time], self._ids.ctypes.data
+        )
+        shape = [batch, kept, manifest.vocab_size]
+        binding.bind_output(
+            manifest.output_name, "cpu", 0, np.float32, shape, self._logits.ctypes.data
+        )
+
+
+def initial_state(spec: StateSpec, batch: int) -> State:
+    """The array of one state before the first token."""
+    return np.full((batch, *spec.shape), spec.initial, np.dtype(spec.dtype))

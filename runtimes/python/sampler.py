@@ -1,0 +1,145 @@
+"""Choosing the next token from logits.
+
+The filters come in the order of Hugging Face: repetition penalty (Keskar et al. 2019,
+arXiv:1909.05858, equation of section 4.1), temperature, top-k, top-p (Holtzman et al. 2020,
+arXiv:1904.09751, equations 2 and 3), min-p (Nguyen et al. 2024, arXiv:2407.01082). The random
+number of a position depends on the seed and the position alone (splitmix64), so that a stream
+which was saved and loaded goes on as if it had never stopped, in any language.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from edgelin.errors import EdgelinError
+from numpy.typing import NDArray
+
+WINDOW = 64  # tokens that the repetition penalty looks back, as in llama.cpp
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is generated.
+
+    Args:
+        max_tokens: Tokens to generate at most.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: Keeps the k likeliest tokens; 0 keeps all.
+        top_p: Keeps the fewest tokens whose probabilities reach top_p; 1 keeps all.
+        min_p: Keeps tokens at least min_p times as likely as the likeliest; 0 keeps all.
+        repetition_penalty: Above 1 makes the last ``WINDOW`` tokens less likely; 1 does nothing.
+        seed: Makes sampling repeatable; None draws a new seed.
+        stop: Strings that end the text and are not part of it.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
+        _require(0 <= self.temperature < np.inf, "temperature", self.temperature, "0 or more")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 .. 1")
+        penalty = self.repetition_penalty
+        _require(0 < penalty < np.inf, "repetition_penalty", penalty, "above 0")
+        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "0 .. 2^64 - 1")
+        _require(all(self.stop), "stop", "an empty string", "a text of one character or more")
+
+
+class Sampler:
+    """Draws tokens as a :class:`Sampling` says.
+
+    Attributes:
+        seed: The seed in use.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+
+    def choose(self, logits: NDArray[np.float32], recent: Iterable[int], position: int) -> int:
+        """The next token.
+
+        Args:
+            logits: [vocab] float32.
+            recent: The last ``WINDOW`` tokens of the stream.
+            position: Number of tokens that the stream has read.
+
+        Raises:
+            EdgelinError: A logit is NaN or infinite.
+        """
+        if not np.isfinite(logits).all():
+            raise EdgelinError(
+                f"the model's logits are not finite at position {position}; the model is broken "
+                "or its state overflowed: check it with `edgelin verify`"
+            )
+        options = self._sampling
+        scores = _penalised(logits.astype(np.float64), recent, options.repetition_penalty)
+        if options.temperature == 0:
+            return int(scores.argmax())
+        tokens, probabilities = _candidates(scores / options.temperature, options.top_k)
+        keep = _kept(probabilities, options.top_p, options.min_p)
+        cumulative = np.cumsum(probabilities[:keep])
+        drawn = uniform(self.seed, position) * cumulative[-1]
+        return int(tokens[np.searchsorted(cumulative, drawn, side="right").clip(0, keep - 1)])
+
+
+def uniform(seed: int, position: int) -> float:
+    """The ``position``-th output of splitmix64 started at ``seed``, as a number in [0, 1)."""
+    mask = 2**64 - 1
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return float((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+
+def _penalised(
+    scores: NDArray[np.float64], recent: Iterable[int], penalty: float
+) -> NDArray[np.float64]:
+    """Scores with those of recent tokens made smaller."""
+    if penalty != 1:
+        seen = np.array(sorted(set(recent)), np.int64)
+        scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+    return scores
+
+
+def _candidates(
+    scores: NDArray[np.float64], top_k: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The ``top_k`` best tokens (all for 0), likeliest first, and their probabilities.
+
+    Equal scores are ordered by token id, so that the draw does not depend on the sort.
+    """
+    tokens = np.arange(scores.size)
+    if 0 < top_k < scores.size:
+        threshold = np.partition(scores, -top_k)[-top_k]
+        tokens = np.flatnonzero(scores >= threshold)
+    order = np.argsort(-scores[tokens], kind="stable")
+    tokens = tokens[order][: top_k or None]
+    weights = np.exp(scores[tokens] - scores[tokens[0]])
+    return tokens, weights / weights.sum()
+
+
+def _kept(probabilities: NDArray[np.float64], top_p: float, min_p: float) -> int:
+    """How many of the sorted candidates top-p and min-p leave; at least one."""
+    by_sum = probabilities.size
+    if top_p < 1:
+        by_sum = int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1
+    by_ratio = int(np.count_nonzero(probabilities >= min_p * probabilities[0]))
+    return max(1, min(by_sum, by_ratio, probabilities.size))
+
+
+def _require(good: bool, name: str, value: object, allowed: str) -> None:
+    """Raise the one-line error of a setting out of range."""
+    if not good:
+        raise EdgelinError(f"{name} is {value}; allowed: {allowed}")

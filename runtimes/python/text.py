@@ -1,0 +1,166 @@
+"""Text in and out: encoding, decoding of tokens that split characters, stop strings."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from edgelin.errors import EdgelinError
+
+
+class TextCodec:
+    """Token ids from text, and the bytes of every token id.
+
+    Bytes, not text, because a byte-level token may hold a part of a character.
+
+    Args:
+        path: A ``tokenizer.json`` whose decoder is ByteLevel, or Metaspace with ByteFallback.
+        vocab_size: Rows of the model's embedding; ids of the tokenizer must lie below it.
+    """
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            description = json.loads(path.read_text(encoding="utf-8"))
+        except Exception as error:
+            raise EdgelinError(f"{path} is not a readable tokenizer: {error}") from error
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= vocab_size:
+            raise EdgelinError(
+                f"{path} has token id {largest}, the model only 0 .. {vocab_size - 1}; "
+                "the tokenizer belongs to another model"
+            )
+        added = {
+            entry["id"]: b"" if entry["special"] else entry["content"].encode()
+            for entry in description.get("added_tokens", [])
+        }
+        to_bytes = _byte_level if _uses(description["decoder"], "ByteLevel") else _metaspace
+        if to_bytes is _metaspace and not _uses(description["decoder"], "ByteFallback"):
+            raise EdgelinError(
+                f"{path} has a decoder that is not known; ByteLevel or ByteFallback is needed"
+            )
+        self._bytes = {
+            id_: added[id_] if id_ in added else to_bytes(token)
+            for token, id_ in vocabulary.items()
+        }
+
+    def encode(self, text: str, *, start: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: Any text.
+            start: Whether a stream starts here, so that a begin token, if the tokenizer has one,
+                comes first.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=start).ids
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 bytes of one token; none for special tokens and unused ids."""
+        return self._bytes.get(token, b"")
+
+
+@dataclass
+class TextTail:
+    """What a stream has generated but not yet shown.
+
+    Attributes:
+        pending: First bytes of a character whose other bytes are still to come.
+        held: Text that may turn out to be the beginning of a stop string.
+    """
+
+    pending: bytes = b""
+    held: str = ""
+
+
+class TextDecoder:
+    """Turns generated tokens into text that can be shown at once.
+
+    Args:
+        codec: Bytes of the tokens.
+        tail: What an earlier decoder left over; updated by every call.
+        stop: Strings that end the text; they are not part of it.
+    """
+
+    def __init__(self, codec: TextCodec, tail: TextTail, stop: Sequence[str] = ()) -> None:
+        self._codec = codec
+        self._tail = tail
+        self._stop = stop
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.setstate((tail.pending, 0))
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take one token; returns the text that is certain now, perhaps none."""
+        text = self._tail.held + self._utf8.decode(self._codec.token_bytes(token))
+        self._tail.pending = self._utf8.getstate()[0]
+        cut = _first_of(text, self._stop)
+        if cut is not None:
+            self.stopped = True
+            self._tail.held, self._tail.pending = "", b""
+            return text[:cut]
+        keep = _possible_start(text, self._stop)
+        self._tail.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def flush(tail: TextTail) -> str:
+    """The held text, with U+FFFD for a character that will not be completed; empties the tail."""
+    text = tail.held + tail.pending.decode("utf-8", "replace")
+    tail.held, tail.pending = "", b""
+    return text
+
+
+def _first_of(text: str, stops: Iterable[str]) -> int | None:
+    """Where the earliest stop string begins."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return min(found, default=None)
+
+
+def _possible_start(text: str, stops: Iterable[str]) -> int:
+    """Length of the longest end of ``text`` with which a stop string could begin."""
+    longest = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:size]):
+                longest = size
+                break
+    return longest
+
+
+def _uses(decoder: Any, kind: str) -> bool:
+    """Whether a decoder of ``tokenizer.json`` is of a kind, or is a sequence with one of it."""
+    if not isinstance(decoder, dict):
+        return False
+    return decoder.get("type") == kind or any(
+        _uses(part, kind) for part in decoder.get("decoders", [])
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character by which GPT-2's byte-level BPE writes each byte, to that byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    """Bytes of a ByteLevel token."""
+    return bytes(_ALPHABET[character] for character in token)
+
+
+def _metaspace(token: str) -> bytes:
+    """Bytes of a Metaspace token, or of a byte-fallback token such as ``<0x0A>``."""
+    byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
