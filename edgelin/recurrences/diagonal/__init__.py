@@ -1,0 +1,130 @@
+"""Diagonal recurrence: S4D, LRU, HGRN and other state-space layers with a diagonal transition.
+
+Equation, per channel d with N states:
+
+    h_t = Λ_t h_{t-1} + b_t x_t
+    y_t = Re(sum_n c_{t,n} h_{t,n})         Λ_t = exp(g_t + i theta_t)
+
+Glossary: x input, one number a channel; h state ``[D, N]``; Λ diagonal transition with log
+magnitude g <= 0 and angle theta (None: Λ, b, c and h are real); b, c input and output weights.
+Each of Λ, b and c is constant (one ``[D, N]``) or selective (one a token, for all channels
+``[B, T, 1, N]`` or for each ``[B, T, D, N]``). Complex b, c and h carry a last axis of 2: real and
+imaginary part, as ``torch.view_as_real`` writes them.
+
+Sources: Gu et al. 2022, "On the parameterization and initialization of diagonal state space
+models" (S4D), arXiv:2206.11893, equations 2 to 4; Orvieto et al. 2023, "Resurrecting recurrent
+neural networks for long sequences" (LRU), arXiv:2303.06349, equation 6; Gu and Dao 2023, "Mamba",
+arXiv:2312.00752, equation 2 (selective).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgelin.recurrences.diagonal import chunked
+
+
+def diagonal(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the diagonal recurrence over a stretch of tokens, of any length from 1.
+
+    Args:
+        x: Inputs ``[B, T, D]``, float32 or bfloat16 (float64 on CPU).
+        b: Input weights ``[D, N]`` or ``[B, T, D or 1, N]``; complex: one more axis of 2.
+        c: Output weights, likewise.
+        g: Log magnitude of Λ ``[D, N]`` or ``[B, T, D or 1, N]``, float32; below -90 it counts
+            as -90.
+        theta: Angle of Λ in the shape of ``g``, or None: everything is real.
+        state: State before the first token ``[B, D, N]``, complex ``[B, D, N, 2]``, float32.
+
+    Returns:
+        ``(y, state)``: outputs ``[B, T, D]`` in the dtype of ``x``, the state after the last
+        token. A skip connection from x to y is the caller's.
+    """
+    _check(b, c, g, theta, state)
+    result: tuple[Tensor, Tensor] = torch.ops.edgelin.diagonal(x, b, c, g, theta, state)
+    return result
+
+
+def _check(b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor) -> None:
+    """Raise ValueError where the ranks do not fit together."""
+    extra = 0 if theta is None else 1
+    ranks = (b.dim() - extra, c.dim() - extra, g.dim(), state.dim() - extra)
+    if not all(rank in (2, 4) for rank in ranks[:3]) or ranks[3] != 3:
+        raise ValueError(
+            f"ranks of b, c, g, state are {ranks}, less the (re, im) axis; need 2 or 4, and 3"
+        )
+    if theta is not None and theta.shape != g.shape:
+        raise ValueError(f"theta is {tuple(theta.shape)}, need the shape of g, {tuple(g.shape)}")
+
+
+@torch.library.custom_op("edgelin::diagonal", mutates_args=())
+def _diagonal(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Kernel on CUDA tensors, chunked form elsewhere."""
+    if x.is_cuda:
+        from edgelin.recurrences.diagonal import kernel
+
+        return kernel.forward(x, b, c, g, theta, state)
+    return chunked.forward(x, b, c, g, theta, state)
+
+
+@_diagonal.register_fake
+def _(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("edgelin::diagonal_backward", mutates_args=())
+def _diagonal_backward(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    g: Tensor,
+    theta: Tensor | None,
+    state: Tensor,
+    dy: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the six inputs (empty for a theta of None); recomputes all but the inputs."""
+    if x.is_cuda:
+        from edgelin.recurrences.diagonal import kernel_backward
+
+        return kernel_backward.backward(x, b, c, g, theta, state, dy, dstate)
+    return chunked.backward(x, b, c, g, theta, state, dy, dstate)
+
+
+@_diagonal_backward.register_fake
+def _(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    g: Tensor,
+    theta: Tensor | None,
+    state: Tensor,
+    dy: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx, db, dc, dg, dinitial = (v.new_empty(v.shape) for v in (x, b, c, g, state))
+    return dx, db, dc, dg, g.new_empty(0 if theta is None else theta.shape), dinitial
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep the inputs and nothing else."""
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, dy: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of the op's inputs."""
+    inputs = ctx.saved_tensors
+    *grads, dtheta, dinitial = torch.ops.edgelin.diagonal_backward(*inputs, dy, dstate)
+    return *grads, None if inputs[4] is None else dtheta, dinitial
+
+
+_diagonal.register_autograd(_gradients, setup_context=_save)
