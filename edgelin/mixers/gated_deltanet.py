@@ -33,7 +33,7 @@ class Config:
         num_heads: Heads H.
         key_dim: Width K of a query or key, a head.
         value_dim: Width V of a value, a head.
-        conv_size: Taps of the short convolution.
+        conv_size: Taps of the short convolution, at least 2.
     """
 
     num_heads: int
@@ -45,6 +45,8 @@ class Config:
         for name, value in vars(self).items():
             if value < 1:
                 raise EdgelinError(f"{name} is {value}; give at least 1")
+        if self.conv_size < 2:
+            raise EdgelinError(f"conv_size is {self.conv_size}; give at least 2")
 
 
 class Mixer(nn.Module):
