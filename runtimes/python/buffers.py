@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
+
 from edgelin.runtimes.manifest import Manifest
 from edgelin.state import StateSpec
-from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from edgelin.errors import EdgelinError
 from numpy.typing import NDArray
+
+from edgelin.errors import EdgelinError
 
 WINDOW = 64  # tokens that the repetition penalty looks back, as in llama.cpp
 
@@ -31,7 +32,7 @@ class Sampling:
         top_p: Keeps the fewest tokens whose probabilities reach top_p; 1 keeps all.
         min_p: Keeps tokens at least min_p times as likely as the likeliest; 0 keeps all.
         repetition_penalty: Above 1 makes the last ``WINDOW`` tokens less likely; 1 does nothing.
-        seed: Makes sampling repeatable; None draws a new seed.
+        seed: Makes sampling repeatable; without one, a new seed is drawn.
         stop: Strings that end the text and are not part of it.
     """
 
@@ -41,7 +42,7 @@ class Sampling:
     top_p: float = 0.95
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None
+    seed: int = field(default_factory=lambda: secrets.randbits(32))
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -52,20 +53,15 @@ class Sampling:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 .. 1")
         penalty = self.repetition_penalty
         _require(0 < penalty < np.inf, "repetition_penalty", penalty, "above 0")
-        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "0 .. 2^64 - 1")
+        _require(0 <= self.seed < 2**64, "seed", self.seed, "0 .. 2^64 - 1")
         _require(all(self.stop), "stop", "an empty string", "a text of one character or more")
 
 
 class Sampler:
-    """Draws tokens as a :class:`Sampling` says.
-
-    Attributes:
-        seed: The seed in use.
-    """
+    """Draws tokens as a :class:`Sampling` says."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
 
     def choose(self, logits: NDArray[np.float32], recent: Iterable[int], position: int) -> int:
         """The next token.
@@ -90,7 +86,7 @@ class Sampler:
         tokens, probabilities = _candidates(scores / options.temperature, options.top_k)
         keep = _kept(probabilities, options.top_p, options.min_p)
         cumulative = np.cumsum(probabilities[:keep])
-        drawn = uniform(self.seed, position) * cumulative[-1]
+        drawn = uniform(options.seed, position) * cumulative[-1]
         return int(tokens[np.searchsorted(cumulative, drawn, side="right").clip(0, keep - 1)])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import psutil
+
 from edgelin.errors import EdgelinError
 from edgelin.runtimes.buffers import Buffers
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest

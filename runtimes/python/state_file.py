@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import safetensors
 import safetensors.numpy
+from numpy.typing import NDArray
+
 from edgelin.errors import EdgelinError
 from edgelin.runtimes.text import TextTail
-from numpy.typing import NDArray
 
 FORMAT = "1"
 LOGITS = "logits"

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import state_file
 from edgelin.runtimes.buffers import Buffers, Ids, Logits, initial_state
 from edgelin.runtimes.sampler import WINDOW, Sampler, Sampling
 from edgelin.runtimes.text import TextDecoder, TextTail, flush
-from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from edgelin.errors import EdgelinError
+from edgelin.tokenizer import load
 
 
 class TextCodec:
@@ -22,32 +22,31 @@ class TextCodec:
     Args:
         path: A ``tokenizer.json`` whose decoder is ByteLevel, or Metaspace with ByteFallback.
         vocab_size: Rows of the model's embedding; ids of the tokenizer must lie below it.
+
+    Attributes:
+        tokenizer: The ``tokenizers.Tokenizer``.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            description = json.loads(path.read_text(encoding="utf-8"))
-        except Exception as error:
-            raise EdgelinError(f"{path} is not a readable tokenizer: {error}") from error
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.tokenizer = load(path)
+        description = json.loads(self.tokenizer.to_str())
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         largest = max(vocabulary.values(), default=-1)
         if largest >= vocab_size:
             raise EdgelinError(
                 f"{path} has token id {largest}, the model only 0 .. {vocab_size - 1}; "
                 "the tokenizer belongs to another model"
             )
-        added = {
-            entry["id"]: b"" if entry["special"] else entry["content"].encode()
-            for entry in description.get("added_tokens", [])
-        }
-        to_bytes = _byte_level if _uses(description["decoder"], "ByteLevel") else _metaspace
-        if to_bytes is _metaspace and not _uses(description["decoder"], "ByteFallback"):
+        decoder = description["decoder"]
+        if not _uses(decoder, "ByteLevel") and not _uses(decoder, "ByteFallback"):
             raise EdgelinError(
                 f"{path} has a decoder that is not known; ByteLevel or ByteFallback is needed"
             )
+        to_bytes = _byte_level if _uses(decoder, "ByteLevel") else _metaspace
+        added = {entry["id"]: entry for entry in description["added_tokens"]}
+        self._special = {id_ for id_, entry in added.items() if entry["special"]}
         self._bytes = {
-            id_: added[id_] if id_ in added else to_bytes(token)
+            id_: token.encode() if id_ in added else to_bytes(token)
             for token, id_ in vocabulary.items()
         }
 
@@ -59,11 +58,15 @@ class TextCodec:
             start: Whether a stream starts here, so that a begin token, if the tokenizer has one,
                 comes first.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=start).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=start).ids
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        """UTF-8 bytes of one token; none for special tokens and unused ids."""
+        """UTF-8 bytes that a reader sees of a token: none for special tokens and unused ids."""
+        return b"" if token in self._special else self.source_bytes(token)
+
+    def source_bytes(self, token: int) -> bytes:
+        """UTF-8 bytes of the text that a token stands for; ``<|end|>`` is seven."""
         return self._bytes.get(token, b"")
 
 

@@ -1,0 +1,103 @@
+"""``edgelin run``: write on from a prompt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgelin.errors import EdgelinError
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option("--file", "file", metavar="F", help="Read the prompt from a UTF-8 file; - is stdin.")
+@click.option("--max-tokens", default=256, show_default=True, help="Tokens to write at most.")
+@click.option("--temperature", default=0.8, show_default=True, help="0: the likeliest token.")
+@click.option("--top-k", default=40, show_default=True, help="Likeliest tokens kept; 0: all.")
+@click.option("--top-p", default=0.95, show_default=True, help="Probability kept; 1: all.")
+@click.option("--min-p", default=0.0, show_default=True, help="Least share of the best; 0: all.")
+@click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: repeat less.")
+@click.option("--seed", type=int, help="Repeat the same text; without it, a new seed is drawn.")
+@click.option("--stop", multiple=True, help="Text that ends the output; may be given often.")
+@click.option("--stats", is_flag=True, help="Print speed, state size and memory to stderr.")
+@click.option("--save-state", type=click.Path(path_type=Path), help="Write the state to a file.")
+@click.option("--load-state", type=click.Path(path_type=Path), help="Go on from such a file.")
+@click.option("--variant", help="Variant of the bundle; without it, the default one.")
+@click.option("--threads", type=int, help="Without it, the number of physical cores.")
+def command(
+    bundle: Path,
+    prompt: str | None,
+    file: str | None,
+    stats: bool,
+    save_state: Path | None,
+    load_state: Path | None,
+    variant: str | None,
+    threads: int | None,
+    **sampling: Any,
+) -> None:
+    """Write on from PROMPT, a file or standard input, in constant memory.
+
+    The text goes to standard output as it comes. Ctrl-C ends it early; statistics and the state
+    file are still written, and the exit code is 130.
+
+    \b
+    Examples:
+      edgelin run bundle "Once upon a time" --max-tokens 100 --stats
+      edgelin run bundle --file long.txt --max-tokens 0 --save-state long.state
+      edgelin run bundle --load-state long.state --temperature 0
+    """
+    import edgelin
+    from edgelin.runtimes import complete
+    from edgelin.runtimes.sampler import Sampling
+
+    if sampling["seed"] is None:
+        del sampling["seed"]
+    options = Sampling(**sampling)
+    text = _prompt(prompt, file, load_state is not None)
+    if save_state is not None and not save_state.parent.is_dir():
+        raise EdgelinError(f"--save-state: there is no folder {save_state.parent}")
+    model = edgelin.load(bundle, variant=variant, threads=threads)
+    stream = model.stream()
+    if load_state is not None:
+        stream.load(load_state)
+    with complete.interruptible() as interrupted:
+        speed = complete.complete(model, stream, text, options, emit=_emit, interrupted=interrupted)
+        if save_state is not None and stream.logits is not None:
+            stream.save(save_state)
+        else:
+            _emit(stream.flush())
+    if sys.stdout.isatty():
+        click.echo()
+    if stats:
+        lines = complete.statistics(model, stream, speed)
+        click.echo("\n".join([*lines, f"seed     {options.seed}"]), err=True)
+    if interrupted():
+        sys.exit(130)
+
+
+def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
+    """The text to read first; None to go on from a loaded state."""
+    from edgelin.runtimes.text_file import read_text
+
+    if prompt is not None and file is not None:
+        raise click.UsageError("give PROMPT or --file, not both")
+    if prompt is None and file is None:
+        if loaded:
+            return None
+        if sys.stdin.isatty():
+            raise click.UsageError("give PROMPT, --file, or text on standard input")
+        file = "-"
+    text = read_text(file) if file is not None else prompt
+    if not text:
+        raise EdgelinError("the prompt is empty; give text of at least one character")
+    return text
+
+
+def _emit(piece: str) -> None:
+    """Print a piece of text at once."""
+    if piece:
+        click.echo(piece, nl=False)

@@ -1,0 +1,117 @@
+"""One completion from a prompt to its end, with its speed: what ``edgelin run`` does."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+import psutil
+
+from edgelin.errors import EdgelinError
+from edgelin.runtimes.sampler import Sampling
+from edgelin.runtimes.session import Bundle
+from edgelin.runtimes.stream import Stream
+
+
+@dataclass
+class Speed:
+    """Tokens and seconds of the two parts of a completion.
+
+    Args:
+        prompt_tokens: Tokens of the prompt that were read.
+        prefill_seconds: Time for them.
+        new_tokens: Tokens generated.
+        decode_seconds: Time for them, sampling and printing included.
+    """
+
+    prompt_tokens: int
+    prefill_seconds: float
+    new_tokens: int
+    decode_seconds: float
+
+
+def complete(
+    bundle: Bundle,
+    stream: Stream,
+    prompt: str | None,
+    sampling: Sampling,
+    *,
+    emit: Callable[[str], None],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Speed:
+    """Read a prompt and write on, until the end token, a stop string or ``max_tokens``.
+
+    Args:
+        bundle: The model.
+        stream: Where to go on; it stands behind the last token afterwards.
+        prompt: Text; None goes on from a loaded stream.
+        sampling: How to write.
+        emit: Takes every piece of text.
+        interrupted: Asked after every call of the model; ends the completion when true.
+
+    Raises:
+        EdgelinError: The prompt is empty.
+    """
+    ids = [] if prompt is None else bundle.text.encode(prompt, start=stream.position == 0)
+    if not ids and (prompt is not None or stream.logits is None):
+        raise EdgelinError("the prompt is empty; give text of at least one character")
+    if ids:
+        stream.flush()  # what an earlier text left unfinished does not belong to this one
+    begin, chunk, before = time.perf_counter(), bundle.manifest.chunk, stream.position
+    for start in range(0, len(ids), chunk):
+        if interrupted():
+            break
+        stream.feed(ids[start : start + chunk])
+    middle, read = time.perf_counter(), stream.position
+    if not interrupted():
+        for piece in stream.generate(**asdict(sampling)):
+            emit(piece)
+            if interrupted():
+                break
+    end = time.perf_counter()
+    return Speed(read - before, middle - begin, stream.position - read, end - middle)
+
+
+def statistics(bundle: Bundle, stream: Stream, speed: Speed) -> list[str]:
+    """Lines for ``--stats``."""
+    rss = psutil.Process().memory_info().rss
+    return [
+        f"prefill  {speed.prompt_tokens} tokens, "
+        f"{_rate(speed.prompt_tokens, speed.prefill_seconds)} tokens/s",
+        f"decode   {speed.new_tokens} tokens, "
+        f"{_rate(speed.new_tokens, speed.decode_seconds)} tokens/s",
+        f"state    {stream.state_bytes} bytes at position {stream.position}",
+        f"memory   {rss / 2**20:.1f} MiB resident",
+        f"variant  {bundle.variant}, {bundle.threads} threads, "
+        f"states {'in place' if bundle.in_place else 'in two buffers'}",
+    ]
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Within it, the first Ctrl-C only sets what the yielded function returns.
+
+    A KeyboardInterrupt could come between a step and its bookkeeping; this way a step is whole. A
+    second Ctrl-C interrupts at once.
+    """
+    seen = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        seen = True
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    """Tokens a second, or a dash for none."""
+    return f"{tokens / seconds:.1f}" if tokens and seconds > 0 else "-"
