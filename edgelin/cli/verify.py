@@ -1,0 +1,53 @@
+"""``edgelin verify``: are all forms of a model the same model?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from edgelin.errors import EdgelinError
+
+
+@click.command(name="verify")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Checkpoint that the bundle was made from; needs torch.",
+)
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write all errors to this file."
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1e-3,
+    show_default=True,
+    help="Largest relative error of a float form, at any position of any tensor.",
+)
+def command(
+    bundle: Path, checkpoint: Path | None, json_path: Path | None, tolerance: float
+) -> None:
+    """Check a BUNDLE: hashes, golden streams, and one form of the model beside another.
+
+    With --checkpoint, the parallel form in torch and the graphs, fed token by token and in chunks,
+    stand beside the recurrence in float64; without, chunks beside steps. Exits with 1 when an error
+    is beyond the tolerance.
+
+    \b
+    Example:
+      edgelin verify bundles/demo --checkpoint examples/demo/checkpoint --json parity.json
+    """
+    from edgelin.export.verify import verify
+
+    def progress(line: str) -> None:
+        click.echo(line, err=True)
+
+    result = verify(bundle, checkpoint, tolerance=tolerance, progress=progress)
+    if json_path is not None:
+        result.write(json_path)
+    click.echo(result.table())
+    if not result.passed:
+        raise EdgelinError(result.failure())
+    click.echo(f"{bundle} is verified")

@@ -1,0 +1,270 @@
+"""Compare every form of a model with its recurrence, and the graphs of a bundle with each other.
+
+The truth is the model in float64, fed token by token, with each recurrence computed by its
+``reference.py``. Beside it stand the parallel form in torch (Triton kernels on a CUDA GPU, chunked
+elsewhere) and the ONNX graphs, fed token by token and in chunks. All start from one random state,
+so that what a form does with its state counts from the first token.
+
+Per position and tensor (logits, the stream after each block, every state), the error of x
+beside the truth y is max|x - y| / max|y|. A quantised graph is another model: it is held to itself
+(chunks = steps) and its distributions to the float model's, on a text which that one writes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgelin.export.verify_report import TRUTH, Comparison, Difference, Quality, Verification
+from edgelin.runtimes import load as open_bundle
+from edgelin.runtimes.buffers import Buffers, initial_state
+from edgelin.runtimes.manifest import Manifest
+
+if TYPE_CHECKING:
+    from edgelin.runtimes.session import Bundle
+
+Array = NDArray[Any]
+State = dict[str, Array]
+# One call: ids [B, T] and the state before them -> tensors [B, T, ...] and the state after them.
+Form = Callable[[Array, State], tuple[dict[str, Array], State]]
+# Tensor name -> position -> its rows [B, ...].
+Record = dict[str, dict[int, Array]]
+
+LENGTHS = (1, 63, 64, 65, 130)  # one token; around one chunk; into the third
+TOLERANCE = 1e-3
+# Activations are rounded to 8 bits a block: a difference in the last bit of a float can move one
+# by a whole step, which chunks and steps then carry on differently.
+QUANTISED_TOLERANCE = 5e-2
+KL_LIMITS = {8: 0.01, 4: 0.06}  # nat, mean over a text
+TEXT_TOKENS = 256
+_BATCH = 2
+_SEED = 20
+
+
+def verify(
+    bundle: Path,
+    checkpoint: Path | None = None,
+    *,
+    tolerance: float = TOLERANCE,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Verification:
+    """Compare all variants of a bundle with its checkpoint, or with themselves without one.
+
+    Args:
+        bundle: Folder written by ``edgelin export``; its hashes and golden streams are checked too.
+        checkpoint: The checkpoint it was made from.
+        tolerance: Largest relative error of a float form.
+        progress: Is told what is being done, a line at a time.
+
+    Raises:
+        EdgelinError: The bundle is damaged, or was not made from this checkpoint.
+    """
+    manifest = Manifest.read(bundle)
+    manifest.check_files(bundle)
+    result = Verification(str(bundle), None if checkpoint is None else str(checkpoint))
+    random = np.random.default_rng(_SEED)
+    ids = random.integers(0, manifest.vocab_size, (_BATCH, max(LENGTHS)))
+    state = _random_state(manifest, random)
+    truth = None
+    if checkpoint is None:
+        result.notes.append(
+            "without --checkpoint: file hashes, golden streams and chunks = steps were checked, "
+            "not the graphs beside the model in torch"
+        )
+    else:
+        progress("recurrence, token by token in float64")
+        truth, comparison = _torch_forms(checkpoint, ids, state, tolerance)
+        result.comparisons.append(comparison)
+    opened = {}
+    for name in manifest.variants:
+        progress(f"{name}: steps and chunks")
+        opened[name] = open_bundle(bundle, variant=name)
+        result.comparisons += _graph_forms(opened[name], ids, state, truth, tolerance)
+    _qualities(opened, checkpoint, result)
+    return result
+
+
+class OnnxForm:
+    """A variant of a bundle as a form, on the runtime's own buffers.
+
+    Args:
+        bundle: The opened variant.
+        batch: Rows of a call.
+    """
+
+    def __init__(self, bundle: Bundle, batch: int) -> None:
+        self.names = [spec.name for spec in bundle.manifest.states]
+        self.buffers = Buffers(bundle.session, bundle.manifest, batch, in_place=bundle.in_place)
+
+    def __call__(self, ids: Array, state: State) -> tuple[dict[str, Array], State]:
+        """Run ``ids`` [B, T] in one call, T <= chunk."""
+        for name, array in zip(self.names, self.buffers.states, strict=True):
+            array[...] = state[name]
+        logits = self.buffers.run(ids, all_logits=True).copy()
+        states = (array.copy() for array in self.buffers.states)
+        return {"logits": logits}, dict(zip(self.names, states, strict=True))
+
+
+def replay(form: Form, ids: Array, state: State, *, size: int) -> Record:
+    """Feed ``ids`` [B, T] in calls of at most ``size`` tokens and keep all that comes out."""
+    record: Record = defaultdict(dict)
+    for start in range(0, ids.shape[1], size):
+        piece = ids[:, start : start + size]
+        sequences, state = form(piece, state)
+        for name, values in sequences.items():
+            record[name].update({start + t: values[:, t] for t in range(piece.shape[1])})
+        for name, value in state.items():
+            record[name][start + piece.shape[1] - 1] = value
+    return record
+
+
+def compare(record: Record, truth: Record, length: int) -> list[Difference]:
+    """Errors of a record at every tensor and position that both hold."""
+    return [
+        Difference(name, length, {t: relative_error(x, truth[name][t]) for t, x in rows.items()})
+        for name, rows in record.items()
+        if name in truth
+    ]
+
+
+def relative_error(x: Array, y: Array) -> float:
+    """max|x - y| / max|y| in float64; infinite where x is not finite."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    error = float(np.abs(x - y).max() / max(np.abs(y).max(), np.finfo(np.float64).tiny))
+    return error if np.isfinite(error) else float("inf")
+
+
+def divergence(p_logits: Array, q_logits: Array) -> Array:
+    """Kullback-Leibler divergence of softmax(q) from softmax(p), in nat, along the last axis."""
+    p, q = _log_softmax(p_logits), _log_softmax(q_logits)
+    result: Array = (np.exp(p) * (p - q)).sum(-1)
+    return result
+
+
+def _random_state(manifest: Manifest, random: np.random.Generator) -> State:
+    """A state such as a long text could leave: nothing zero, rows at different positions."""
+    state = {}
+    for spec in manifest.states:
+        array = initial_state(spec, _BATCH)
+        if spec.dtype == "int64":
+            array[...] = random.integers(1000, 2000, array.shape)
+        elif spec.kind == "normalizer":  # a sum of positive features; near zero it divides badly
+            array[...] = random.uniform(1, 2, array.shape)
+        else:
+            array[...] = random.standard_normal(array.shape)
+        state[spec.name] = array
+    return state
+
+
+def _torch_forms(
+    checkpoint: Path, ids: Array, state: State, tolerance: float
+) -> tuple[Record, Comparison]:
+    """The truth, and the parallel form beside it."""
+    from edgelin.export.verify_torch import TorchForm
+
+    truth = replay(TorchForm(checkpoint, sequential=True), ids, state, size=1)
+    parallel = TorchForm(checkpoint, sequential=False)
+    differences = []
+    for length in LENGTHS:
+        record = replay(parallel, ids[:, :length], state, size=length)
+        differences += compare(record, truth, length)
+    form = f"parallel ({'Triton' if parallel.device == 'cuda' else 'chunked'})"
+    return truth, Comparison(None, form, TRUTH, tolerance, differences)
+
+
+def _graph_forms(
+    bundle: Bundle, ids: Array, state: State, truth: Record | None, tolerance: float
+) -> list[Comparison]:
+    """Steps and chunks of one variant, beside the truth if it is a float one, and each other."""
+    form, name = OnnxForm(bundle, _BATCH), bundle.variant
+    quantised = bundle.manifest.variants[name].quantisation is not None
+    steps = replay(form, ids, state, size=1)
+    longest = max(LENGTHS)
+    runs = {
+        length: replay(form, ids[:, :length], state, size=bundle.manifest.chunk)
+        for length in LENGTHS
+    }
+
+    def chunks_beside(other: Record) -> list[Difference]:
+        return [d for length, run in runs.items() for d in compare(run, other, length)]
+
+    if truth is not None and not quantised:
+        beside_truth = compare(steps, truth, longest)
+        return [
+            Comparison(name, "steps", TRUTH, tolerance, beside_truth),
+            Comparison(name, "chunks", TRUTH, tolerance, chunks_beside(truth)),
+        ]
+    limit = max(tolerance, QUANTISED_TOLERANCE) if quantised else tolerance
+    return [Comparison(name, "chunks", "its steps", limit, chunks_beside(steps))]
+
+
+def _qualities(opened: dict[str, Bundle], checkpoint: Path | None, result: Verification) -> None:
+    """Every quantised variant beside the float model, on a text that the float model writes."""
+    quantised = {
+        name: bundle
+        for name, bundle in opened.items()
+        if bundle.manifest.variants[name].quantisation is not None
+    }
+    if not quantised:
+        return
+    form, label = _float_form(opened, checkpoint)
+    if form is None:
+        result.notes.append(
+            f"{', '.join(quantised)}: not compared with the float model, which the bundle lacks; "
+            "give --checkpoint"
+        )
+        return
+    first = next(iter(quantised.values())).manifest
+    start = {spec.name: initial_state(spec, 1) for spec in first.states}
+    ids, wanted = _write_text(form, start, first.tokenizer.eos_token_id)
+    for name, bundle in quantised.items():
+        record = replay(OnnxForm(bundle, 1), ids, start, size=first.chunk)["logits"]
+        found = np.concatenate([record[t] for t in range(TEXT_TOKENS)])
+        quantisation = bundle.manifest.variants[name].quantisation or {}
+        result.qualities.append(
+            Quality(
+                variant=name,
+                against=label,
+                tokens=TEXT_TOKENS,
+                kl=float(divergence(wanted, found).mean()),
+                top1=float((wanted.argmax(-1) == found.argmax(-1)).mean()),
+                limit=KL_LIMITS[int(quantisation["bits"])],
+            )
+        )
+
+
+def _float_form(opened: dict[str, Bundle], checkpoint: Path | None) -> tuple[Form | None, str]:
+    """The float model, from the bundle if it has it, and its name."""
+    for name, bundle in opened.items():
+        if bundle.manifest.variants[name].quantisation is None:
+            return OnnxForm(bundle, 1), name
+    if checkpoint is None:
+        return None, ""
+    from edgelin.export.verify_torch import TorchForm
+
+    return TorchForm(checkpoint, sequential=False), "the float model in torch"
+
+
+def _write_text(form: Form, state: State, first: int) -> tuple[Array, Array]:
+    """Draw a text from a model at temperature 1: ids [1, T], and the logits [T, vocab] it gave."""
+    random = np.random.default_rng(_SEED)
+    ids, logits = [first], []
+    for _ in range(TEXT_TOKENS):
+        sequences, state = form(np.array([ids[-1:]]), state)
+        logits.append(sequences["logits"][0, 0])
+        cumulative = np.exp(_log_softmax(logits[-1])).cumsum()
+        ids.append(int(np.searchsorted(cumulative, random.uniform(0, cumulative[-1]))))
+    return np.array([ids[:-1]]), np.stack(logits)
+
+
+def _log_softmax(logits: Array) -> Array:
+    """Log-probabilities along the last axis, in float64."""
+    x = logits.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    result: Array = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    return result

@@ -1,0 +1,208 @@
+"""What :mod:`edgelin.export.verify` found: numbers, a table, and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgelin.errors import EdgelinError
+
+TRUTH = "recurrence in float64"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Errors of one tensor in one run of a form.
+
+    Args:
+        tensor: ``"logits"``, ``"hidden.<layer>"`` (the stream after a block), or a state's name.
+        length: Tokens T of the run.
+        errors: Position to max|x - y| / max|y|; states have one at the end of each call only.
+    """
+
+    tensor: str
+    length: int
+    errors: dict[int, float]
+
+    @property
+    def position(self) -> int:
+        """Where the error is largest."""
+        return max(self.errors, key=lambda t: self.errors[t])
+
+    @property
+    def error(self) -> float:
+        """The largest error."""
+        return self.errors[self.position]
+
+    @property
+    def layer(self) -> int | None:
+        """Layer of the tensor; None for the logits and for states of the whole model."""
+        index = self.tensor.rpartition(".")[2]
+        return int(index) if index.isdigit() else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that one form differs from another.
+
+    Args:
+        variant: Graph of the bundle, or None for a form in torch.
+        form: What was compared.
+        against: What it was compared with.
+        tolerance: Largest error that passes.
+        differences: One a tensor and length.
+    """
+
+    variant: str | None
+    form: str
+    against: str
+    tolerance: float
+    differences: list[Difference]
+
+    @property
+    def worst(self) -> Difference:
+        """The tensor and length with the largest error."""
+        return max(self.differences, key=lambda d: d.error)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no error is beyond the tolerance."""
+        return self.worst.error <= self.tolerance
+
+    def __str__(self) -> str:
+        worst, label = self.worst, " ".join(filter(None, [self.variant, self.form]))
+        return (
+            f"{label} beside {self.against}: at most {worst.error:.1e} ({worst.tensor} at position "
+            f"{worst.position} of {worst.length}), {_allowed(self.tolerance, self.passed)}"
+        )
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A quantised variant's distributions beside the float model's.
+
+    Args:
+        variant: Graph of the bundle.
+        against: The float model.
+        tokens: Positions compared.
+        kl: Mean Kullback-Leibler divergence in nat.
+        top1: Share of positions with the same most probable token.
+        limit: Largest ``kl`` that passes.
+    """
+
+    variant: str
+    against: str
+    tokens: int
+    kl: float
+    top1: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the divergence is within its limit."""
+        return self.kl <= self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"{self.variant} beside {self.against}: KL {self.kl:.2e} nat, "
+            f"top-1 {100 * self.top1:.1f} % of {self.tokens} tokens, "
+            f"{_allowed(self.limit, self.passed)}"
+        )
+
+
+@dataclass
+class Verification:
+    """Result of :func:`edgelin.export.verify.verify`.
+
+    Args:
+        bundle: Folder of the bundle.
+        checkpoint: Folder of the checkpoint, or None.
+        notes: What was checked besides, and what could not be.
+        comparisons: Form beside form.
+        qualities: One a quantised variant that had a float model beside it.
+    """
+
+    bundle: str
+    checkpoint: str | None
+    notes: list[str] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    qualities: list[Quality] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is within its limit."""
+        return all(x.passed for x in (*self.comparisons, *self.qualities))
+
+    def failure(self) -> str:
+        """What is beyond its limit, in one line."""
+        return "; ".join(str(x) for x in (*self.comparisons, *self.qualities) if not x.passed)
+
+    def table(self) -> str:
+        """Layers by forms, then the worst position of every form, as text."""
+        results = (*self.comparisons, *self.qualities)
+        beside_truth = [c for c in self.comparisons if c.against == TRUTH]
+        return "\n".join([*_layers_by_forms(beside_truth), *map(str, results), *self.notes])
+
+    def write(self, path: Path) -> None:
+        """Write everything as JSON; an error that is not finite stands as null.
+
+        Raises:
+            EdgelinError: The file cannot be written.
+        """
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps(_plain(self), indent=1) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            raise EdgelinError(f"{path} cannot be written: {error.strerror}") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _layers_by_forms(comparisons: list[Comparison]) -> list[str]:
+    """One line a tensor, one column a form: the largest error over all lengths."""
+    if not comparisons:
+        return []
+    layers: dict[str, int] = {}
+    for d in (d for c in comparisons for d in c.differences):
+        layers[d.tensor] = 2**31 if d.layer is None else d.layer
+    tensors = sorted(layers, key=lambda name: (layers[name], name))
+    columns = [
+        [" ".join(filter(None, [c.variant, c.form])), *(_cell(c, tensor) for tensor in tensors)]
+        for c in comparisons
+    ]
+    rows = zip(["tensor", *tensors], *columns, strict=True)
+    widths = [max(map(len, column)) for column in (["tensor", *tensors], *columns)]
+    return [
+        "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _cell(comparison: Comparison, tensor: str) -> str:
+    """Largest error of one tensor, or a dash where the form does not show it."""
+    errors = [d.error for d in comparison.differences if d.tensor == tensor]
+    return f"{max(errors):.1e}" if errors else "-"
+
+
+def _allowed(limit: float, passed: bool) -> str:
+    """The limit and the verdict."""
+    return f"allowed {limit:.0e}" if passed else f"BEYOND the allowed {limit:.0e}"
+
+
+def _plain(result: Verification) -> dict[str, Any]:
+    """JSON form of a result."""
+    content: dict[str, Any] = {**asdict(result), "passed": result.passed}
+    for entry, comparison in zip(content["comparisons"], result.comparisons, strict=True):
+        entry["passed"] = comparison.passed
+        for line in entry["differences"]:
+            line["errors"] = {
+                str(t): float(f"{e:.3g}") if math.isfinite(e) else None
+                for t, e in line["errors"].items()
+            }
+    for entry, quality in zip(content["qualities"], result.qualities, strict=True):
+        entry["passed"] = quality.passed
+    return content

@@ -1,0 +1,95 @@
+"""The forms of a model in torch, as :mod:`edgelin.export.verify` replays them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from edgelin import checkpoint as checkpoints
+from edgelin.recurrences.delta import reference as delta
+from edgelin.recurrences.diagonal import reference as diagonal
+from edgelin.recurrences.linear import reference as linear
+
+if TYPE_CHECKING:
+    from edgelin.model import LanguageModel
+
+Array = NDArray[Any]
+State = dict[str, Array]
+
+_REFERENCES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    "edgelin::linear": linear.forward,
+    "edgelin::delta": lambda *args: delta.reference(*args[:-1], scale=args[-1]),
+    "edgelin::diagonal": diagonal.forward,
+}
+
+
+class TorchForm:
+    """A checkpoint's model as a form: ids and state in, logits, streams and state out.
+
+    Args:
+        folder: The checkpoint.
+        sequential: Float64 on the CPU with every recurrence by its sequential reference; otherwise
+            float32 on a CUDA GPU, or on the CPU where there is none.
+    """
+
+    def __init__(self, folder: Path, *, sequential: bool) -> None:
+        cuda = torch.cuda.is_available() and not sequential
+        self.device = "cuda" if cuda else "cpu"
+        self.dtype = torch.float64 if sequential else torch.float32
+        self.model, _ = checkpoints.load(folder, device=self.device, dtype=self.dtype)
+        self._mode = _Sequential if sequential else nullcontext
+
+    def __call__(self, ids: Array, state: State) -> tuple[dict[str, Array], State]:
+        """Run ``ids`` [B, T] in one call."""
+        tensors = {name: self._tensor(array) for name, array in state.items()}
+        with torch.no_grad(), self._mode(), _streams(self.model) as found:
+            logits, after = self.model(torch.from_numpy(ids).to(self.device), tensors)
+        found["logits"] = logits
+        return _arrays(found), _arrays(after)
+
+    def _tensor(self, array: Array) -> torch.Tensor:
+        """A state in this form's precision; integers stay."""
+        dtype = self.dtype if np.issubdtype(array.dtype, np.floating) else None
+        return torch.tensor(array, dtype=dtype, device=self.device)
+
+
+class _Sequential(TorchDispatchMode):
+    """Computes every recurrence of the model with its ``reference.py``."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().partition(".")[0]
+        if name.startswith("edgelin::"):
+            return _REFERENCES[name](*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _streams(model: LanguageModel) -> Iterator[dict[str, torch.Tensor]]:
+    """Collects the output of every block as ``hidden.<layer>``."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            found[f"hidden.{layer}"] = output[0]
+
+        return hook
+
+    hooks = [block.register_forward_hook(keep(i)) for i, block in enumerate(model.blocks)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Array]:
+    return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
