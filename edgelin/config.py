@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from edgelin.errors import EdgelinError
@@ -72,11 +74,20 @@ class DataConfig:
         train: Text files (UTF-8, also .xz or .gz) to train on.
         valid: Text files for the held-out bits per byte.
         tokenizer: An existing ``tokenizer.json``; None trains a byte-level BPE on ``train``.
+        cache: Folder for encoded tokens; None is ``cache`` inside the output folder.
+        carry_state: Whether every row of the batch reads contiguous text with its recurrent state
+            carried from step to step (truncated backpropagation); else windows are shuffled.
     """
 
     train: tuple[str, ...]
     valid: tuple[str, ...] = ()
     tokenizer: str | None = None
+    cache: str | None = None
+    carry_state: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise EdgelinError("data.train is empty; name at least one text file")
 
 
 @dataclass(frozen=True)
@@ -84,16 +95,21 @@ class OptimConfig:
     """Length, batch and AdamW settings of a run.
 
     Args:
-        steps: Optimizer steps.
         batch_size: Sequences a step.
         sequence_length: Tokens a sequence.
-        learning_rate: Peak, reached after ``warmup_steps``; falls to ``min_learning_rate`` by a cosine.
-        max_seconds: Wall-clock budget; the schedule then follows time, not steps (None: steps).
+        steps: Optimizer steps (None: ``max_seconds`` alone ends the run).
+        max_seconds: Wall-clock budget, kept across resumed runs; the schedule then follows time.
+            With ``steps`` too, the run ends at whichever comes first.
+        learning_rate: Peak, reached after ``warmup_steps``; then a cosine falls to
+            ``min_learning_rate`` at the end of the run.
+        weight_decay: Of matrices; vectors (norms, biases, decays) have none.
+        grad_clip: Largest global gradient norm (0: no clipping).
     """
 
-    steps: int
     batch_size: int
     sequence_length: int
+    steps: int | None = None
+    max_seconds: float | None = None
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-5
     warmup_steps: int = 100
@@ -101,7 +117,14 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0
-    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.max_seconds is None:
+            raise EdgelinError("optim has neither 'steps' nor 'max_seconds'; give the run an end")
+        for name in ("batch_size", "sequence_length", "steps", "max_seconds", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise EdgelinError(f"optim.{name} is {value}; it must be above 0")
 
 
 @dataclass(frozen=True)
@@ -110,7 +133,9 @@ class RunConfig:
 
     Args:
         seed: Fixes initial weights, data order and dropout.
+        log_every: Steps between lines of the log.
         eval_every: Steps between held-out measurements (0: only at the end).
+        eval_tokens: Held-out tokens of such a measurement; the last one reads the whole text.
         save_every: Steps between checkpoints (0: only at the end).
         compile: Whether to pass the model through ``torch.compile`` (GPU only).
     """
@@ -119,9 +144,70 @@ class RunConfig:
     data: DataConfig
     optim: OptimConfig
     seed: int = 0
+    log_every: int = 10
     eval_every: int = 500
+    eval_tokens: int = 131072
     save_every: int = 1000
     compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("log_every", 1), ("eval_every", 0), ("save_every", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise EdgelinError(f"{name} is {getattr(self, name)}; the least is {least}")
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a training run from a TOML file.
+
+    Args:
+        path: The file; paths inside it are relative to its folder.
+        overrides: Settings such as ``"optim.steps=10"`` that replace the file's; values are TOML,
+            or plain text. Paths in them are relative to the file too.
+
+    Raises:
+        EdgelinError: The file cannot be read, is no TOML, or has a key that is not known.
+    """
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EdgelinError(f"cannot read the config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise EdgelinError(f"{path} is not valid TOML: {error}") from error
+    for setting in overrides:
+        _override(values, setting)
+    config = from_dict(RunConfig, values)
+    data = config.data
+
+    def resolve(name: str | None) -> str | None:
+        return None if name is None else str(path.parent / name)
+
+    data = dataclasses.replace(
+        data,
+        train=tuple(str(path.parent / name) for name in data.train),
+        valid=tuple(str(path.parent / name) for name in data.valid),
+        tokenizer=resolve(data.tokenizer),
+        cache=resolve(data.cache),
+    )
+    return dataclasses.replace(config, data=data)
+
+
+def _override(values: dict[str, Any], setting: str) -> None:
+    """Put one ``a.b=value`` into the nested tables."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise EdgelinError(f"--set {setting!r} is no setting; write it as optim.steps=10")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    table = values
+    for name in parents:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise EdgelinError(f"--set {setting!r}: {name!r} is no table in the config")
+    table[last] = value
 
 
 def from_dict(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:
@@ -180,5 +266,6 @@ __all__ = [
     "OptimConfig",
     "RunConfig",
     "from_dict",
+    "load_run",
     "to_dict",
 ]

@@ -1,0 +1,187 @@
+"""Checkpoint folders in the Hugging Face shape.
+
+``config.json`` (the model's sizes under ``"model_type": "edgelin"``), ``model.safetensors`` (every
+tensor once: a tied head is not stored), ``tokenizer.json``, ``tokenizer_config.json`` and
+``generation_config.json``. Files are replaced one by one, each atomically, the weights last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from edgelin import tokenizer as tokenizers
+from edgelin.config import ModelConfig, from_dict, to_dict
+from edgelin.errors import EdgelinError
+from edgelin.model import LanguageModel
+
+MODEL_TYPE = "edgelin"
+FORMAT = 1
+_HEADER = {"model_type", "architectures", "format", "torch_dtype"}
+
+
+def save(
+    folder: str | Path,
+    model: LanguageModel,
+    tokenizer_json: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a checkpoint folder.
+
+    Args:
+        folder: Made if missing; files of an earlier checkpoint in it are replaced.
+        model: The model; it carries its ``config``.
+        tokenizer_json: Content of ``tokenizer.json``.
+        dtype: Of the stored floating-point tensors; None keeps the model's.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"model_type": MODEL_TYPE, "architectures": ["EdgelinForCausalLM"], "format": FORMAT}
+    tokenizer = tokenizers.parse(tokenizer_json, folder / "tokenizer.json")
+    end = tokenizers.end_token_id(tokenizer)
+    name = tokenizer.id_to_token(end)
+    _write_json(folder / "config.json", header | to_dict(model.config))
+    with replacing(folder / "tokenizer.json") as part:
+        part.write_text(tokenizer_json, encoding="utf-8")
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": name,
+            "eos_token": name,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+    _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+    tensors = {
+        key: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+        for key, value in own_tensors(model).items()
+    }
+    with replacing(folder / "model.safetensors") as part:
+        save_file(tensors, part, metadata={"format": "pt"})
+
+
+def load(
+    folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> tuple[LanguageModel, ModelConfig]:
+    """Read a checkpoint folder; the model comes in evaluation mode.
+
+    Args:
+        folder: Written by :func:`save`.
+        device: Where the model is put.
+        dtype: Of its parameters; None is float32, whatever the file holds.
+
+    Raises:
+        EdgelinError: A file is missing, damaged, of another architecture, or does not fit.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file():
+        size = tokenizers.load(tokenizer).get_vocab_size()
+        if size > config.vocab_size:
+            raise EdgelinError(
+                f"{tokenizer} has {size} tokens, the model's vocab_size is {config.vocab_size}; "
+                f"take the tokenizer.json that the model was trained with"
+            )
+    model = LanguageModel(config)
+    _fill(model, folder / "model.safetensors")
+    return model.to(device=device, dtype=dtype).eval(), config
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """Read ``config.json`` of a checkpoint folder.
+
+    Raises:
+        EdgelinError: The folder or file is missing, damaged, or of another architecture.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise EdgelinError(f"there is no checkpoint folder {folder}; `edgelin train` writes one")
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise EdgelinError(f"{folder} is no checkpoint: it has no config.json") from error
+    except (OSError, ValueError) as error:
+        raise EdgelinError(f"{path} cannot be read: {error}") from error
+    found = values.get("model_type") if isinstance(values, dict) else None
+    if found != MODEL_TYPE:
+        raise EdgelinError(f"{path} is of model_type {found!r}; supported is {MODEL_TYPE!r}")
+    if values.get("format") != FORMAT:
+        raise EdgelinError(
+            f"{path} has format {values.get('format')!r}, this edgelin reads {FORMAT}; "
+            f"update edgelin, or convert the checkpoint"
+        )
+    fields = {key: value for key, value in values.items() if key not in _HEADER}
+    return from_dict(ModelConfig, fields, str(path))
+
+
+def own_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, each tensor once."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return {name: state[name] for name in first.values()}
+
+
+def _fill(model: LanguageModel, path: Path) -> None:
+    """Copy the tensors of a file into the model's, which must have the same names and shapes."""
+    if not path.is_file():
+        raise EdgelinError(f"{path.parent} is no checkpoint: it has no {path.name}")
+    own = own_tensors(model)
+    try:
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            names = set(file.keys())
+            _compare(path, set(own), names)
+            for name, tensor in own.items():
+                stored = list(file.get_slice(name).get_shape())
+                if stored != list(tensor.shape):
+                    raise EdgelinError(
+                        f"{path}: {name} has shape {stored}, config.json makes it "
+                        f"{list(tensor.shape)}; the two files do not belong together"
+                    )
+                tensor.copy_(file.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise EdgelinError(f"{path} is damaged: {error}; copy or train it again") from error
+
+
+def _compare(path: Path, needed: set[str], found: set[str]) -> None:
+    if missing := sorted(needed - found):
+        raise EdgelinError(f"{path} lacks {_listed(missing)}; config.json does not belong to it")
+    if extra := sorted(found - needed):
+        raise EdgelinError(
+            f"{path} holds {_listed(extra)}, which the model of config.json has not; "
+            f"config.json does not belong to it"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    """The first names and how many more."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    with replacing(path) as part:
+        part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path beside ``path`` to write to; it takes the place of ``path`` if all went well."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""``edgelin train``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Output folder [runs/<config name>].")
+@click.option("--resume", is_flag=True, help="Go on with the run in the output folder.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
+)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a setting.")
+def command(
+    config: Path, out: Path | None, resume: bool, device: str, settings: tuple[str, ...]
+) -> None:
+    """Train the model that the TOML file CONFIG describes.
+
+    Ctrl-C finishes the step and saves; --resume goes on from there.
+
+    Example: edgelin train examples/demo/demo.toml --out runs/demo --set optim.steps=100
+    """
+    from edgelin.config import load_run
+    from edgelin.train.loop import train
+
+    out = out or Path("runs") / config.stem
+    result = train(load_run(config, settings), out, resume=resume, device=device)
+    if result.interrupted:
+        changes = "".join(f" --set {setting}" for setting in settings)
+        click.echo(
+            f"Stopped after step {result.step}, all is saved. Go on with: "
+            f"edgelin train {config} --out {out} --resume{changes}",
+            err=True,
+        )
+        sys.exit(130)
+    score = result.bits_per_byte
+    held_out = "" if score is None else f", held-out {score:.4f} bits per byte"
+    click.echo(f"{out}: {result.step} steps{held_out}")

@@ -1,0 +1,69 @@
+"""The log of a run (``log.jsonl``, one JSON object a line) and the picture of its losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from edgelin.checkpoint import replacing
+
+
+class Log:
+    """Appends entries to a JSON-lines file.
+
+    Args:
+        path: The file.
+        last_step: Entries after this step are dropped: a resumed run will make them again.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path
+        kept = [entry for entry in read(path) if entry["step"] <= last_step]
+        with replacing(path) as part:
+            part.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+
+    def write(self, **entry: Any) -> None:
+        """Append one entry; it has at least ``step``."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole entries of a log; an empty list if there is none.
+
+    A line that a crash cut off is left out.
+    """
+    if not path.is_file():
+        return []
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def plot(log: Path, picture: Path) -> None:
+    """Draw training loss and held-out bits per byte over tokens as a PNG."""
+    from matplotlib.figure import Figure  # heavy; no global backend is touched this way
+
+    entries = read(log)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    left = figure.add_subplot()
+    train = [(e["tokens"], e["loss"]) for e in entries if "loss" in e]
+    valid = [(e["tokens"], e["bits_per_byte"]) for e in entries if "bits_per_byte" in e]
+    left.set_xlabel("training tokens")
+    left.set_ylabel("training loss (nats a token)")
+    lines = []
+    if train:
+        lines += left.plot(*zip(*train, strict=True), color="C0", label="training loss")
+    if valid:
+        right = left.twinx()
+        right.set_ylabel("held-out bits per byte")
+        lines += right.plot(*zip(*valid, strict=True), "o-", color="C1", label="held-out")
+    if lines:
+        left.legend(handles=lines)
+    with replacing(picture) as part:
+        figure.savefig(part, format="png", dpi=120)

@@ -1,0 +1,353 @@
+"""The training loop: steps, held-out measurements, checkpoints, and how a run stops and goes on.
+
+Output folder: the checkpoint (lowest held-out bits per byte, or the latest without held-out text),
+``log.jsonl``, ``loss.png``, ``training_state/`` and ``cache/``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from edgelin import checkpoint
+from edgelin.config import RunConfig, to_dict
+from edgelin.errors import EdgelinError
+from edgelin.model import LanguageModel
+from edgelin.train import log, optimizer, snapshot
+from edgelin.train.data import Corpus, prepare
+from edgelin.train.evaluate import Windows, streamed_bits_per_byte
+from edgelin.train.loss import cross_entropy
+from edgelin.train.order import Order
+from edgelin.train.schedule import learning_rate, progress
+from edgelin.train.stop import Stop
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call of :func:`train` came to.
+
+    Args:
+        step: Optimizer steps done, over all calls.
+        interrupted: Whether a signal stopped it; all is saved then.
+        bits_per_byte: Of the whole held-out text, streamed through the kept checkpoint in float32;
+            None without held-out text, or when interrupted.
+    """
+
+    step: int
+    interrupted: bool
+    bits_per_byte: float | None
+
+
+def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "auto") -> Result:
+    """Train a language model as the config says.
+
+    Args:
+        config: The run.
+        out: Output folder.
+        resume: Go on from the folder's training state instead of starting anew.
+        device: ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        EdgelinError: The folder holds a run already (or none to resume), the texts or the config
+            are unusable, or the loss is no longer finite.
+    """
+    where = _pick(device)
+    if not resume and snapshot.exists(out):
+        raise EdgelinError(f"{out} holds a run already; add --resume, or choose another --out")
+    if resume and not snapshot.exists(out):
+        raise EdgelinError(f"{out} holds no run to resume; start it without --resume")
+    out.mkdir(parents=True, exist_ok=True)
+    tell("reading and encoding the texts")
+    trainer = Trainer(config, out, prepare(config, out), where)
+    if resume:
+        trainer.restore()
+    with Stop() as stop:
+        trainer.fit(stop)
+    if stop.asked:
+        return Result(trainer.step, True, None)
+    return Result(trainer.step, False, trainer.final_score())
+
+
+class Trainer:
+    """One run in memory.
+
+    Args:
+        config: The run.
+        out: Output folder.
+        corpus: Its tokens.
+        device: Where to train.
+    """
+
+    def __init__(self, config: RunConfig, out: Path, corpus: Corpus, device: torch.device) -> None:
+        self.config, self.step = config, 0
+        self._out, self._corpus, self._device = out, corpus, device
+        self._elapsed, self._started = 0.0, 0.0
+        self._best: float | None = None
+        torch.manual_seed(config.seed)
+        self.model = LanguageModel(config.model).to(device)
+        self._optimizer = optimizer.build(self.model, config.optim)
+        self._compiled = config.compile and device.type == "cuda"
+        hidden = self.model.hidden
+        self._hidden = torch.compile(hidden, dynamic=False) if self._compiled else hidden
+        tokens = torch.from_numpy(corpus.train.astype("int32")).to(device)
+        self._order = Order(tokens, config.optim, config.seed, carry_state=config.data.carry_state)
+        self._state: dict[str, torch.Tensor] | None = None
+        self._windows = self._held_out()
+
+    def restore(self) -> None:
+        """Take weights, optimizer and position in the data from the output folder."""
+        done, tensors = snapshot.load(self._out)
+        for key, value in self._identity().items():
+            was = done.run.get(key)
+            if was != value:
+                detail = "" if isinstance(value, dict) else f" (it was {was!r}, is now {value!r})"
+                raise EdgelinError(
+                    f"cannot resume {self._out} with another {key}{detail}; put it back, "
+                    f"or start a new run in another --out"
+                )
+        with torch.no_grad():
+            for name, tensor in checkpoint.own_tensors(self.model).items():
+                tensor.copy_(tensors[f"model/{name}"])
+        optimizer.restore(self._optimizer, self.model, tensors)
+        carried = {
+            key.removeprefix("carried/"): value.to(self._device)
+            for key, value in tensors.items()
+            if key.startswith("carried/")
+        }
+        self._state = carried or None
+        self.step, self._elapsed, self._best = done.step, done.elapsed, done.best
+
+    def fit(self, stop: Stop) -> None:
+        """Train to the end of the schedule, or until a stop is asked for."""
+        self._log = log.Log(self._out / "log.jsonl", self.step)
+        tell(
+            f"{self.model.num_parameters():,} parameters, {len(self._corpus.train):,} tokens, "
+            f"{self._order.steps_per_epoch} steps an epoch, on {self._device}"
+        )
+        self._started = time.perf_counter() - self._elapsed
+        self._meter = _Meter(self._tokens_per_step())
+        measured = saved = -1
+        with self._bar() as bar:
+            while not self._done() and not stop.asked:
+                self._meter.add(*self._train_step())
+                if self.step % self.config.log_every == 0:
+                    self._report(bar)
+                if _due(self.step, self.config.eval_every):
+                    self._measure()
+                    measured = self.step
+                if _due(self.step, self.config.save_every):
+                    self._save()
+                    saved = self.step
+            self._report(bar)
+            if not stop.asked and measured != self.step:
+                self._measure()
+            if saved != self.step:
+                self._save()
+
+    def final_score(self) -> float | None:
+        """Streamed bits per byte of the held-out files through the kept checkpoint."""
+        paths = [Path(name) for name in self.config.data.valid]
+        if not paths:
+            return None
+        tell("measuring the whole held-out text")
+        model, _ = checkpoint.load(self._out, device=self._device)
+        score = streamed_bits_per_byte(model, self._corpus.tokenizer, *paths, device=self._device)
+        self._log.write(step=self.step, streamed_bits_per_byte=score)
+        return score
+
+    def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step; gives loss and gradient norm without waiting for the device."""
+        config, optim = self.config, self.config.optim
+        # Dropout is a pure function of (seed, step), so that no random state need be saved.
+        torch.manual_seed((config.seed << 32) + self.step + 1)
+        inputs, targets = self._order.batch(self.step)
+        state = None
+        if config.data.carry_state:
+            if self._state is None or self._order.begins(self.step):
+                self._state = self.model.initial_state(optim.batch_size, self._device)
+            state = self._state
+        with self._autocast():
+            hidden, after = self._hidden(inputs, state)
+            loss = cross_entropy(hidden, self.model.head_weight, targets, compiled=self._compiled)
+        loss.backward()  # type: ignore[no-untyped-call]
+        limit = optim.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self._rate = learning_rate(optim, self.step, self._seconds())
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if config.data.carry_state:
+            self._state = {name: value.detach() for name, value in after.items()}
+        self.step += 1
+        return loss.detach(), norm.detach()
+
+    def _report(self, bar: Any) -> None:
+        """Log the steps since the last report and move the bar."""
+        reading = self._meter.read()
+        if reading is None:
+            return
+        loss, norm, speed = reading
+        if not math.isfinite(loss):
+            raise EdgelinError(
+                f"the loss is {loss} at step {self.step}; lower optim.learning_rate or raise "
+                f"optim.warmup_steps (the last checkpoint is kept)"
+            )
+        self._log.write(
+            step=self.step,
+            seconds=round(self._seconds(), 3),
+            tokens=self.step * self._tokens_per_step(),
+            loss=loss,
+            lr=self._rate,
+            grad_norm=norm,
+            tokens_per_second=round(speed),
+        )
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        bar.update(self._bar_position() - bar.n)
+
+    def _measure(self) -> None:
+        """Held-out bits per byte; the weights are kept if they are the best so far."""
+        if self._windows is None:
+            return
+        began = time.perf_counter()
+        with self._autocast():
+            score = self._windows.bits_per_byte(self.model)
+        self._log.write(
+            step=self.step,
+            seconds=round(self._seconds(), 3),
+            tokens=self.step * self._tokens_per_step(),
+            bits_per_byte=score,
+        )
+        tell(f"step {self.step}: held-out {score:.4f} bits per byte")
+        if self._best is None or score < self._best:
+            self._best = score
+            self._keep()
+        self._meter.pause(time.perf_counter() - began)
+
+    def _save(self) -> None:
+        """Write the training state, the picture and, without held-out text, the checkpoint."""
+        began = time.perf_counter()
+        tensors = {
+            f"model/{name}": tensor for name, tensor in checkpoint.own_tensors(self.model).items()
+        }
+        tensors |= optimizer.tensors(self._optimizer, self.model)
+        tensors |= {f"carried/{name}": value for name, value in (self._state or {}).items()}
+        if self._windows is None or not (self._out / "model.safetensors").is_file():
+            self._keep()
+        done = snapshot.Progress(self.step, self._seconds(), self._best, self._identity())
+        snapshot.save(self._out, done, tensors)
+        log.plot(self._out / "log.jsonl", self._out / "loss.png")
+        self._meter.pause(time.perf_counter() - began)
+
+    def _keep(self) -> None:
+        checkpoint.save(self._out, self.model, self._corpus.tokenizer.to_str(pretty=True))
+
+    def _held_out(self) -> Windows | None:
+        valid = self._corpus.valid
+        if valid is None:
+            return None
+        return Windows(
+            valid,
+            self._corpus.tokenizer,
+            length=self.config.optim.sequence_length,
+            budget=self.config.eval_tokens,
+            device=self._device,
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change when a run is resumed."""
+        model: dict[str, Any] = json.loads(json.dumps(to_dict(self.config.model)))
+        return {
+            "model": model,
+            "seed": self.config.seed,
+            "optim.batch_size": self.config.optim.batch_size,
+            "optim.sequence_length": self.config.optim.sequence_length,
+            "data.carry_state": self.config.data.carry_state,
+            "data.train or tokenizer": self._corpus.key,
+        }
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"
+        )
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def _done(self) -> bool:
+        return progress(self.config.optim, self.step, self._seconds()) >= 1
+
+    def _tokens_per_step(self) -> int:
+        return self.config.optim.batch_size * self.config.optim.sequence_length
+
+    def _bar(self) -> Any:
+        """A bar over steps, or over seconds where only time ends the run."""
+        steps = self.config.optim.steps
+        total = steps if steps is not None else math.ceil(self.config.optim.max_seconds or 0)
+        quiet = not sys.stderr.isatty()  # a log file is not to be flooded
+        return tqdm(
+            total=total,
+            initial=self._bar_position(),
+            unit="step" if steps is not None else "s",
+            mininterval=30 if quiet else 0.5,
+            dynamic_ncols=True,
+        )
+
+    def _bar_position(self) -> int:
+        return self.step if self.config.optim.steps is not None else int(self._seconds())
+
+
+class _Meter:
+    """Means of loss and gradient norm, and tokens per second, since the last reading."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens = tokens_per_step
+        self._sums: torch.Tensor | None = None
+        self._steps = 0
+        self._since = time.perf_counter()
+
+    def add(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Take one step in; nothing waits for the device."""
+        values = torch.stack([loss.float(), norm.float()])
+        self._sums = values if self._sums is None else self._sums + values
+        self._steps += 1
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not spent training."""
+        self._since += seconds
+
+    def read(self) -> tuple[float, float, float] | None:
+        """Loss, gradient norm, tokens per second; None if no step was taken."""
+        if self._sums is None:
+            return None
+        loss, norm = (self._sums / self._steps).tolist()
+        now = time.perf_counter()
+        speed = self._steps * self._tokens / max(now - self._since, 1e-9)
+        self._sums, self._steps, self._since = None, 0, now
+        return loss, norm, speed
+
+
+def tell(message: str) -> None:
+    """Say something on stderr without breaking a progress bar."""
+    tqdm.write(message, file=sys.stderr)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _pick(device: str) -> torch.device:
+    """The device that a name asks for."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EdgelinError("there is no CUDA GPU; take --device cpu or auto")
+    return torch.device(device)
