@@ -46,6 +46,11 @@ class Stream:
         """Size of the states, which no number of tokens changes."""
         return sum(array.nbytes for array in self._buffers.states)
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1."""
+        return self._bundle.manifest.vocab_size
+
     def states(self) -> dict[str, NDArray[Any]]:
         """Copies of the state tensors by name."""
         names = (spec.name for spec in self._bundle.manifest.states)
@@ -191,7 +196,7 @@ class Stream:
             )
         if not np.issubdtype(tokens.dtype, np.integer):
             raise EdgelinError(f"token ids are {tokens.dtype}; integers are needed")
-        vocab = self._bundle.manifest.vocab_size
+        vocab = self.vocab_size
         if tokens.min() < 0 or tokens.max() >= vocab:
             bad = tokens[(tokens < 0) | (tokens >= vocab)][0]
             raise EdgelinError(f"token id {bad} is out of range; the model knows 0 .. {vocab - 1}")

@@ -1,0 +1,52 @@
+"""``edgelin bench``: speed of a bundle, and step time and memory along a stream."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--tokens", default=4096, show_default=True, help="Length of the stream.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON here.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the stream (matplotlib).")
+@click.option("--variant", help="Variant of the bundle; without it, the default one.")
+@click.option("--threads", type=int, help="Without it, 1 and the number of physical cores.")
+def command(
+    bundle: Path,
+    tokens: int,
+    json_file: Path | None,
+    plot: Path | None,
+    variant: str | None,
+    threads: int | None,
+) -> None:
+    """Measure tokens a second of BUNDLE, and whether a step stays as fast and as small.
+
+    \b
+    Examples:
+      edgelin bench bundle
+      edgelin bench bundle --tokens 100000 --json bench.json --plot bench.png
+    """
+    from edgelin.runtimes import measure
+
+    found = measure.bench(bundle, tokens=tokens, threads=threads, variant=variant)
+    for row in found["speed"]:
+        click.echo(
+            f"{row['threads']} threads: decode {row['decode_tokens_per_s']:.1f} tokens/s, "
+            f"prefill {row['prefill_tokens_per_s']:.1f} tokens/s"
+        )
+    click.echo(f"state: {found['state_bytes']} bytes")
+    click.echo(f"{'position':>10}  {'step ms':>9}  {'RSS MiB':>9}")
+    for point in found["series"]:
+        rss = point["rss_bytes"] / 2**20
+        click.echo(f"{point['position']:>10}  {point['step_ms']:>9.3f}  {rss:>9.1f}")
+    if json_file is not None:
+        part = json_file.with_name(f"{json_file.name}.part")
+        part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        os.replace(part, json_file)
+    if plot is not None:
+        measure.plot(found["series"], f"{bundle.name}, {found['variant']}", plot)

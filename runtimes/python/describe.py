@@ -1,0 +1,97 @@
+"""What is in a bundle and whether it is whole: ``edgelin inspect``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgelin.errors import EdgelinError
+from edgelin.runtimes.manifest import HASH_LIMIT, FileRecord, Manifest, file_problem
+
+
+def describe(bundle: Path) -> dict[str, Any]:
+    """Contract, files and health of a bundle, ready for JSON.
+
+    ``problems`` lists damaged files, an onnxruntime that is too old, and graphs that do not load.
+
+    Raises:
+        EdgelinError: There is no readable manifest.
+    """
+    manifest = Manifest.read(bundle)
+    files = {name: _file(bundle / name, record) for name, record in manifest.files.items()}
+    variants: dict[str, dict[str, Any]] = {}
+    for name, variant in manifest.variants.items():
+        parts = {file: _file(bundle / file, record) for file, record in variant.files.items()}
+        variants[name] = {
+            "file": variant.file,
+            "quantisation": variant.quantisation,
+            "bytes": sum(record.bytes for record in variant.files.values()),
+            "files": parts,
+        }
+    runtime = _runtime(bundle, manifest, variants)
+    checked = {**files, **{f: v for entry in variants.values() for f, v in entry["files"].items()}}
+    problems = [f"{name} {entry['problem']}" for name, entry in checked.items() if entry["problem"]]
+    problems += [runtime["problem"]] if runtime["problem"] else []
+    for name, entry in variants.items():
+        entry["loads"], failure = runtime["loads"].get(name, (None, None))
+        problems += [failure] if failure else []
+    states = [_state(spec.as_dict()) for spec in manifest.states]
+    return {
+        "bundle": str(bundle),
+        "edgelin_version": manifest.edgelin_version,
+        "model_hash": manifest.model_hash,
+        "vocab_size": manifest.vocab_size,
+        "profile": manifest.profile,
+        "opset": manifest.opset,
+        "chunk": manifest.chunk,
+        "max_time": manifest.max_time,
+        "min_onnxruntime": manifest.min_onnxruntime,
+        "installed_onnxruntime": runtime["installed"],
+        "states": states,
+        "state_bytes": sum(state["bytes"] for state in states),
+        "default_variant": manifest.default_variant,
+        "variants": variants,
+        "files": files,
+        "problems": problems,
+    }
+
+
+def _state(entry: dict[str, Any]) -> dict[str, Any]:
+    """A state of the manifest with its size for one stream."""
+    size = math.prod(entry["shape"][1:]) * np.dtype(entry["dtype"]).itemsize
+    return {**entry, "bytes": size}
+
+
+def _file(path: Path, record: FileRecord) -> dict[str, Any]:
+    """Size of a file, how it was checked, and what is wrong with it."""
+    checked = "sha256" if record.bytes <= HASH_LIMIT else "size"
+    return {"bytes": record.bytes, "checked": checked, "problem": file_problem(path, record)}
+
+
+def _runtime(bundle: Path, manifest: Manifest, variants: dict[str, Any]) -> dict[str, Any]:
+    """Installed onnxruntime, why it is too old, and whether it loads each whole variant."""
+    try:
+        import onnxruntime
+
+        from edgelin.runtimes.session import open_session, version_problem
+    except ImportError as error:
+        problem = f"onnxruntime is not installed ({error}): pip install onnxruntime"
+        return {"installed": None, "problem": problem, "loads": {}}
+    loads: dict[str, tuple[bool, str | None]] = {}
+    too_old = version_problem(manifest)
+    for name, entry in variants.items():
+        if too_old or any(part["problem"] for part in entry["files"].values()):
+            continue
+        try:
+            open_session(bundle / entry["file"], 1)
+            loads[name] = (True, None)
+        except EdgelinError as error:
+            loads[name] = (False, str(error))
+    return {
+        "installed": onnxruntime.__version__,
+        "problem": f"the bundle {too_old}" if too_old else None,
+        "loads": loads,
+    }

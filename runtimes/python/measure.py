@@ -1,0 +1,150 @@
+"""Speed of a bundle, and whether time and memory of a step stay the same along a stream."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import psutil
+from tqdm import tqdm
+
+import edgelin
+from edgelin.errors import EdgelinError
+from edgelin.runtimes.session import Bundle, default_threads
+from edgelin.runtimes.stream import Stream
+
+WINDOW = 64  # steps whose median is one point
+_WARM_UP = 16
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured position of a stream.
+
+    Args:
+        position: Tokens read when the window of steps ended.
+        step_ms: Median time of the last steps, in milliseconds.
+        rss_bytes: Resident memory of the process.
+    """
+
+    position: int
+    step_ms: float
+    rss_bytes: int
+
+
+def bench(bundle: Path, *, tokens: int, threads: int | None, variant: str | None) -> dict[str, Any]:
+    """Decode and prefill speed with one and all threads, and the series of a long stream.
+
+    Args:
+        bundle: Bundle folder.
+        tokens: Length of the stream.
+        threads: Measure this number of threads only; None is 1 and all physical cores.
+        variant: Name of a variant; None is the default one.
+    """
+    if tokens < WINDOW:
+        raise EdgelinError(f"tokens is {tokens}; {WINDOW} or more are needed for a median")
+    counts = [threads] if threads else sorted({1, default_threads()})
+    speeds, stream = [], None
+    for count in counts:
+        model = edgelin.load(bundle, variant=variant, threads=count)
+        stream = model.stream()
+        speeds.append({"threads": count, **speed(model, stream)})
+    assert stream is not None
+    stream.reset()
+    return {
+        "bundle": str(bundle),
+        "variant": model.variant,
+        "profile": model.manifest.profile,
+        "states_in_place": model.in_place,
+        "state_bytes": stream.state_bytes,
+        "machine": f"{platform.machine()}, {platform.system()}, {psutil.cpu_count()} logical cores",
+        "onnxruntime": onnxruntime.__version__,
+        "speed": speeds,
+        "series_threads": counts[-1],
+        "series": [asdict(p) for p in series(stream, log_spaced(WINDOW, tokens))],
+    }
+
+
+def speed(bundle: Bundle, stream: Stream, repeats: int = 100) -> dict[str, float]:
+    """Median tokens a second, one token a call and a chunk a call; advances the stream."""
+    chunk = bundle.manifest.chunk
+    ids = _ids(bundle.manifest.vocab_size, chunk)
+    stream.feed(ids)
+    steps = [_timed(stream, ids[:1]) for _ in range(_WARM_UP + repeats)][_WARM_UP:]
+    chunks = [_timed(stream, ids) for _ in range(2 + max(5, repeats // chunk))][2:]
+    return {
+        "decode_tokens_per_s": 1 / float(np.median(steps)),
+        "prefill_tokens_per_s": chunk / float(np.median(chunks)),
+    }
+
+
+def series(stream: Stream, positions: list[int], window: int = WINDOW) -> list[Point]:
+    """Feed tokens one by one and measure at the given positions.
+
+    Args:
+        stream: Where to go on from.
+        positions: Ascending, as tokens from here; a point is the median of the ``window`` steps
+            that end there.
+        window: See above.
+    """
+    ids = _ids(stream.vocab_size, 4096)
+    process = psutil.Process()
+    recent = np.zeros(window)
+    points = []
+    remaining = iter(positions)
+    wanted = next(remaining)
+    for step in tqdm(range(1, positions[-1] + 1), unit="token", disable=None, leave=False):
+        recent[step % window] = _timed(stream, ids[step % len(ids)][None])
+        if step == wanted:
+            taken = recent[recent > 0]
+            rss = process.memory_info().rss
+            points.append(Point(stream.position, 1e3 * float(np.median(taken)), rss))
+            wanted = next(remaining, 0)
+    return points
+
+
+def log_spaced(first: int, last: int, per_octave: int = 1) -> list[int]:
+    """Positions from ``first`` to ``last``, each 2^(1/per_octave) times the one before."""
+    count = max(2, round(per_octave * np.log2(last / first)) + 1)
+    return sorted({round(float(x)) for x in np.geomspace(first, last, count)})
+
+
+def plot(points: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw step time and memory against position.
+
+    Raises:
+        EdgelinError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EdgelinError(
+            'a plot needs matplotlib: pip install "edgelin[plot]", or use --json'
+        ) from error
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    position = [point["position"] for point in points]
+    upper.plot(position, [point["step_ms"] for point in points], "o-")
+    upper.set(title=title, ylabel="median step, ms", xscale="log", ylim=(0, None))
+    lower.plot(position, [point["rss_bytes"] / 2**20 for point in points], "o-")
+    lower.set(xlabel="position, tokens", ylabel="resident memory, MiB", ylim=(0, None))
+    figure.savefig(path, dpi=120)
+
+
+def _timed(stream: Stream, ids: Any) -> float:
+    """Seconds of one feed."""
+    begin = time.perf_counter()
+    stream.feed(ids)
+    return time.perf_counter() - begin
+
+
+def _ids(vocab_size: int, count: int) -> Any:
+    """Random but repeatable token ids."""
+    return np.random.default_rng(0).integers(0, vocab_size, count)
