@@ -133,19 +133,23 @@ class Verification:
     qualities: list[Quality] = field(default_factory=list)
 
     @property
+    def results(self) -> list[Comparison | Quality]:
+        """All that has a limit."""
+        return [*self.comparisons, *self.qualities]
+
+    @property
     def passed(self) -> bool:
         """Whether everything is within its limit."""
-        return all(x.passed for x in (*self.comparisons, *self.qualities))
+        return all(result.passed for result in self.results)
 
     def failure(self) -> str:
         """What is beyond its limit, in one line."""
-        return "; ".join(str(x) for x in (*self.comparisons, *self.qualities) if not x.passed)
+        return "; ".join(str(result) for result in self.results if not result.passed)
 
     def table(self) -> str:
         """Layers by forms, then the worst position of every form, as text."""
-        results = (*self.comparisons, *self.qualities)
         beside_truth = [c for c in self.comparisons if c.against == TRUTH]
-        return "\n".join([*_layers_by_forms(beside_truth), *map(str, results), *self.notes])
+        return "\n".join([*_layers_by_forms(beside_truth), *map(str, self.results), *self.notes])
 
     def write(self, path: Path) -> None:
         """Write everything as JSON; an error that is not finite stands as null.

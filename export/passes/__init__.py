@@ -1,1 +1,46 @@
-"""Graph transforms, one a file."""
+"""Graph transforms, one a file: each a function ``(model) -> changed``, in place.
+
+``lower`` runs those of a profile in order, from the traced graph to one that onnxruntime runs.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from edgelin.export.passes.edit import drop_unused
+from edgelin.export.passes.fold import fold
+from edgelin.export.passes.lower_recurrences import lower_recurrences
+from edgelin.export.passes.norms import decompose_norms, fuse_norms
+from edgelin.export.passes.opset import set_opset
+from edgelin.export.passes.reshapes import clean_reshapes
+from edgelin.export.passes.select_logits import select_logits
+from edgelin.export.passes.silu import fuse_silu
+from edgelin.export.passes.softplus import simplify_softplus
+from edgelin.export.passes.tied_head import fuse_tied_head, plain_tied_head
+from edgelin.export.profiles import Profile
+
+
+def lower(model: ir.Model, profile: Profile) -> None:
+    """Turn a traced graph into one of the profile; the tied head stays opaque for ``quantise``."""
+    clean_reshapes(model)
+    simplify_softplus(model)
+    select_logits(model)
+    lower_recurrences(model, profile.form)
+    fold(model)
+    clean_reshapes(model)
+    if profile.vendor_ops:
+        fuse_norms(model)
+        fuse_silu(model)
+    elif profile.opset < 23:
+        decompose_norms(model)
+    model.graph.sort()
+
+
+def finish(model: ir.Model, profile: Profile) -> None:
+    """Lower what quantisation left, and stamp the opset."""
+    (fuse_tied_head if profile.vendor_ops else plain_tied_head)(model)
+    drop_unused(model)
+    set_opset(model, profile)
+
+
+__all__ = ["finish", "lower"]

@@ -1,0 +1,57 @@
+"""``edgelin export``: from a checkpoint to a bundle that a device can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("export", short_help="Turn a checkpoint into a bundle that a device can run.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder to make.  [default: CHECKPOINT-bundle]",
+)
+@click.option(
+    "--quantize",
+    type=click.Choice(["none", "int8", "int4"]),
+    multiple=True,
+    default=("none",),
+    show_default=True,
+    help="Weights of the graph; give it several times for several variants.",
+)
+@click.option(
+    "--profile",
+    type=click.Choice(["fused", "plain", "onnx"]),
+    default="fused",
+    show_default=True,
+    help="Operators: onnxruntime's own, standard ones of opset 21, or opset 27.",
+)
+@click.option("--force", is_flag=True, help="Replace an existing folder, once the new one passed.")
+def command(
+    checkpoint: Path, output: Path | None, quantize: tuple[str, ...], profile: str, force: bool
+) -> None:
+    """Turn CHECKPOINT into a bundle that a device can run.
+
+    The bundle is run and compared with the model before it is put in place. A report is printed;
+    if a gate is missed, the bundle is kept as OUTPUT.failed and the exit code is 1.
+
+    \b
+    Example:
+      edgelin export runs/books -o books-bundle --quantize none --quantize int8
+    """
+    from edgelin.export.bundle import export_checkpoint
+
+    plain = Path(str(checkpoint).rstrip("/\\"))
+    report = export_checkpoint(
+        checkpoint,
+        output or plain.with_name(f"{plain.name}-bundle"),
+        quantise=quantize,
+        profile=profile,
+        force=force,
+    )
+    click.echo(report.text())
+    click.echo(f"Wrote {report.bundle}")

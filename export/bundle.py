@@ -1,0 +1,232 @@
+"""Export a checkpoint: trace, lower, quantise, write, run, compare, and only then put in place.
+
+Everything is written into a temporary folder beside the target and renamed at the end, so that a
+target is either complete and checked, or untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from edgelin import checkpoint as checkpoints
+from edgelin.errors import EdgelinError
+from edgelin.export import contract, golden, passes, store
+from edgelin.export.measure import measure
+from edgelin.export.profiles import Profile, check_onnxruntime, find
+from edgelin.export.quantise import RECIPES, Outcome, Recipe
+from edgelin.export.quantise import quantise as quantise_graph
+from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, count_nodes
+from edgelin.export.trace import trace
+from edgelin.model import LanguageModel
+from edgelin.runtimes.manifest import FileRecord, Manifest, Variant, file_records
+from edgelin.runtimes.session import Bundle
+
+_FILES = {"none": "model", "int8": "model_q8", "int4": "model_q4"}
+_PREFERRED = ("int8", "int4", "none")
+_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    quantise: tuple[str, ...] = ("none",),
+    profile: str = "fused",
+    force: bool = False,
+) -> Report:
+    """Write a bundle.
+
+    Args:
+        checkpoint: Checkpoint folder.
+        out: Folder to make; it must not exist, unless ``force``.
+        quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``.
+        profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
+        force: Replace an existing ``out``, after the new bundle has passed.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        EdgelinError: The input is bad, the disk is full, or the bundle missed a gate; then it is
+            kept as ``<out>.failed``.
+    """
+    checkpoint, out = Path(checkpoint), Path(os.path.abspath(out))
+    recipes = _recipes(quantise)
+    check_onnxruntime(profile)
+    if out.exists() and not force:
+        raise EdgelinError(f"{out} exists; choose another --output, or replace it with --force")
+    _say(f"reading {checkpoint}")
+    model, _ = checkpoints.load(checkpoint)
+    with _staging(out) as folder:
+        report = _Export(checkpoint, model, profile, folder).run(recipes)
+        failures = report.failures()
+        report.bundle = out.with_name(f"{out.name}.failed") if failures else out
+        _put(folder, report.bundle)
+    if failures:
+        raise EdgelinError(f"{'; '.join(failures)}; see {report.bundle / TEXT_NAME}")
+    return report
+
+
+@dataclass(frozen=True)
+class _Built:
+    """One written graph."""
+
+    variant: Variant
+    bits: int
+    nodes: dict[str, int]
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class _Export:
+    """One export under way: what its steps need."""
+
+    checkpoint: Path
+    model: LanguageModel
+    profile_name: str
+    folder: Path
+
+    @property
+    def profile(self) -> Profile:
+        """The profile's settings."""
+        return find(self.profile_name)
+
+    def run(self, recipes: dict[str, Recipe | None]) -> Report:
+        """Write and check every variant, then the common files."""
+        for name in _COPIED:
+            if (self.checkpoint / name).is_file():
+                shutil.copyfile(self.checkpoint / name, self.folder / name)
+        manifest = contract.manifest(
+            self.checkpoint,
+            self.model,
+            profile_name=self.profile_name,
+            profile=self.profile,
+            default_variant=next(_FILES[name] for name in _PREFERRED if name in recipes),
+        )
+        _say(f"tracing {len(self.model.config.layers)} layers")
+        traced = trace(self.model)
+        built = {
+            _FILES[name]: self._build(traced.clone(), _FILES[name], recipe, manifest)
+            for name, recipe in recipes.items()
+        }
+        variants = {key: one.variant for key, one in built.items()}
+        manifest = dataclasses.replace(manifest, variants=variants, files=self._common())
+        manifest.write(self.folder)
+        report = self._check(built)
+        report.write(self.folder)
+        dataclasses.replace(manifest, files=self._common()).write(self.folder)
+        return report
+
+    def _build(
+        self, graph: ir.Model, key: str, recipe: Recipe | None, manifest: Manifest
+    ) -> _Built:
+        """Lower, quantise and write one variant."""
+        passes.lower(graph, self.profile)
+        outcome = Outcome()
+        if recipe is not None:
+            outcome = quantise_graph(graph, recipe, progress=lambda n: _say(f"{key}: {n}"))
+        passes.finish(graph, self.profile)
+        contract.stamp(graph, manifest)
+        _say(f"writing {key}")
+        path = self.folder / "onnx" / f"{key}.onnx"
+        path.parent.mkdir(exist_ok=True)
+        written = [str(p.relative_to(self.folder).as_posix()) for p in store.save(graph, path)]
+        record = None if recipe is None else recipe.as_dict()
+        return _Built(
+            Variant(written[0], file_records(self.folder, written), record),
+            32 if recipe is None else recipe.bits,
+            count_nodes([node.op_type for node in graph.graph]),
+            outcome,
+        )
+
+    def _check(self, built: dict[str, _Built]) -> Report:
+        """Run the golden stream through every variant and write ``golden.json``."""
+        _say("running the golden stream")
+        wanted = golden.reference(self.model)
+        reports = {}
+        for key, one in built.items():
+            got = golden.replay(Bundle(self.folder, variant=key), wanted.ids)
+            reports[key] = VariantReport(
+                bits=one.bits,
+                bytes=sum(record.bytes for record in one.variant.files.values()),
+                nodes=one.nodes,
+                errors=golden.compare(wanted, got),
+                matrices=one.outcome.matrices,
+                measured=measure(self.folder, key),
+            )
+        golden.write(self.folder, wanted, {key: found.errors for key, found in reports.items()})
+        sizes = {"float32": 4, "int64": 8}
+        return Report(
+            bundle=self.folder,
+            profile=self.profile_name,
+            layers=len(self.model.config.layers),
+            parameters=self.model.num_parameters(),
+            state_bytes=sum(math.prod(s.shape) * sizes[s.dtype] for s in self.model.state_specs()),
+            variants=reports,
+        )
+
+    def _common(self) -> dict[str, FileRecord]:
+        """Records of the files that no variant owns, as far as they are written."""
+        names = [*_COPIED, golden.FILE_NAME, JSON_NAME, TEXT_NAME]
+        return file_records(self.folder, [n for n in names if (self.folder / n).is_file()])
+
+
+def _recipes(names: tuple[str, ...]) -> dict[str, Recipe | None]:
+    """The recipes asked for, each once."""
+    for name in names or ("",):
+        if name not in RECIPES:
+            raise EdgelinError(f"--quantize is {name!r}; allowed: {', '.join(RECIPES)}")
+    return {name: RECIPES[name] for name in names}
+
+
+@contextlib.contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that is gone afterwards, unless it was renamed."""
+    folder = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
+        folder.chmod(0o755)  # mkdtemp's 0700 would stay with the bundle
+        yield folder
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EdgelinError(
+            f"{out} cannot be written: {reason}; free some space or choose another --output"
+        ) from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put(folder: Path, target: Path) -> None:
+    """Rename ``folder`` to ``target``; what stood there goes only when the new one is in place."""
+    if not target.exists():
+        folder.rename(target)
+        return
+    old = folder.with_name(f"{folder.name}.old")
+    target.rename(old)
+    try:
+        folder.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    if old.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink()
+
+
+def _say(text: str) -> None:
+    """Tell progress."""
+    print(f"edgelin export: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""The contract of a bundle: its manifest, the same facts inside each graph, the model's hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from edgelin import tokenizer as tokenizers
+from edgelin.errors import EdgelinError
+from edgelin.export.profiles import Profile
+from edgelin.recurrences import CHUNK
+from edgelin.runtimes.manifest import METADATA_KEY, Manifest, TokenizerRecord
+
+if TYPE_CHECKING:
+    from edgelin.model import LanguageModel
+
+HASHED = ("config.json", "model.safetensors")
+
+
+def manifest(
+    checkpoint: Path,
+    model: LanguageModel,
+    *,
+    profile_name: str,
+    profile: Profile,
+    default_variant: str,
+) -> Manifest:
+    """The manifest of a bundle, still without its files."""
+    return Manifest(
+        model_hash=model_hash(checkpoint),
+        vocab_size=model.config.vocab_size,
+        states=model.state_specs(),
+        tokenizer=_tokenizer(checkpoint),
+        profile=profile_name,
+        opset=profile.opset,
+        min_onnxruntime=profile.min_onnxruntime,
+        default_variant=default_variant,
+        variants={},
+        max_time=profile.max_time,
+        chunk=CHUNK,
+    )
+
+
+def stamp(model: ir.Model, contract: Manifest) -> None:
+    """Write the contract into the graph's metadata.
+
+    Raises:
+        ValueError: The graph's inputs and outputs are not those of the contract.
+    """
+    names = [contract.input_name, *(s.input_name for s in contract.states)]
+    found = [value.name for value in model.graph.inputs]
+    if found != [*names, contract.num_logits_to_keep]:
+        raise ValueError(f"graph inputs are {found}, the contract says {names}")
+    names = [contract.output_name, *(s.output_name for s in contract.states)]
+    found = [value.name for value in model.graph.outputs]
+    if found != names:
+        raise ValueError(f"graph outputs are {found}, the contract says {names}")
+    model.metadata_props[METADATA_KEY] = json.dumps(contract.io_part(), ensure_ascii=False)
+
+
+def model_hash(checkpoint: Path) -> str:
+    """sha256 over configuration and weights; the same for all variants of one model."""
+    total = hashlib.sha256()
+    for name in HASHED:
+        with (checkpoint / name).open("rb") as file:
+            while block := file.read(1 << 20):
+                total.update(block)
+    return total.hexdigest()
+
+
+def _tokenizer(checkpoint: Path) -> TokenizerRecord:
+    """File and special ids of the checkpoint's tokenizer."""
+    path = checkpoint / "tokenizer.json"
+    if not path.is_file():
+        raise EdgelinError(f"{checkpoint} has no tokenizer.json, which a bundle needs; add it")
+    tokenizer = tokenizers.load(path)
+    special = {
+        token.content: number
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special
+    }
+    return TokenizerRecord(path.name, tokenizers.end_token_id(tokenizer), special)

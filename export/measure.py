@@ -1,0 +1,71 @@
+"""Load time, memory and speed of one variant, measured in a process of its own.
+
+``python -m edgelin.export.measure BUNDLE VARIANT`` prints JSON; :func:`measure` calls just that, so
+that neither torch nor an earlier session counts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import edgelin.runtimes
+from edgelin.errors import EdgelinError
+
+_SECONDS = 0.5
+_PROMPT = 256
+
+
+def measure(bundle: Path, variant: str) -> dict[str, float]:
+    """Run this module in a fresh interpreter.
+
+    Returns:
+        ``load_s``, ``rss_bytes`` (what loading and running added), ``threads``,
+        ``decode_tokens_per_s`` and ``prefill_tokens_per_s``.
+
+    Raises:
+        EdgelinError: The variant cannot be run.
+    """
+    command = [sys.executable, "-m", __name__, str(bundle), variant]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise EdgelinError(f"variant {variant} failed in a fresh process: {last}")
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
+
+
+def _run(bundle: str, variant: str) -> dict[str, float]:
+    """What :func:`measure` returns, in this process."""
+    import psutil
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    start = time.perf_counter()
+    opened = edgelin.runtimes.load(bundle, variant=variant)
+    loaded = time.perf_counter() - start
+    stream = opened.stream()
+    prompt = [i % opened.manifest.vocab_size for i in range(_PROMPT)]
+    stream.feed(prompt[:1])
+    start = time.perf_counter()
+    stream.feed(prompt)
+    prefill = time.perf_counter() - start
+    steps, start = 0, time.perf_counter()
+    while time.perf_counter() - start < _SECONDS:
+        stream.feed([1])
+        steps += 1
+    decode = time.perf_counter() - start
+    return {
+        "load_s": round(loaded, 3),
+        "rss_bytes": process.memory_info().rss - before,
+        "threads": opened.threads,
+        "decode_tokens_per_s": round(steps / decode, 1),
+        "prefill_tokens_per_s": round(_PROMPT / prefill, 1),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_run(*sys.argv[1:])))

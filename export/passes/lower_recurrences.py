@@ -1,0 +1,95 @@
+"""Write every ``edgelin::`` recurrence node with the ONNX operators of a profile.
+
+The translations live beside the recurrences (``edgelin/recurrences/*/onnx.py``); this pass reads
+the sizes from the traced shapes, calls them with one node builder for the whole graph, so that
+masks and tables are made once, and puts that shared preamble before the first layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+
+from edgelin.export.passes.edit import drop_unused, replace
+from edgelin.recurrences import CHUNK
+from edgelin.recurrences.graph import Graph
+
+DOMAIN = "edgelin"
+
+
+def lower_recurrences(model: ir.Model, form: str) -> bool:
+    """Replace the opaque nodes.
+
+    Args:
+        model: Traced graph; changed in place.
+        form: ``"plain"`` or ``"fused"``: which function of the ``onnx.py`` files to call.
+    """
+    targets = [n for n in model.graph if n.domain == DOMAIN and n.op_type in _ARGUMENTS]
+    if not targets:
+        return False
+    time = ir.node("Shape", [model.graph.inputs[0]], attributes={"start": 1, "end": 2})
+    graph = Graph(time.outputs[0], CHUNK)
+    for node in targets:
+        folder, arguments = _ARGUMENTS[node.op_type]
+        module = importlib.import_module(f"edgelin.recurrences.{folder}.onnx")
+        start = len(graph.nodes)
+        outputs = getattr(module, form)(graph, *node.inputs, **arguments(node))
+        replace(model, node, graph.nodes[start:], outputs)
+    for value in graph.initializers.values():
+        model.graph.register_initializer(value)
+    model.graph.insert_before(model.graph[0], [time, *graph.preamble])
+    drop_unused(model)
+    return True
+
+
+def _shape(node: ir.Node, index: int) -> list[int]:
+    """Sizes of an input behind batch, symbolic axes as -1."""
+    value = node.inputs[index]
+    assert value is not None and value.shape is not None
+    return [size if isinstance(size, int) else -1 for size in value.shape]
+
+
+def _matrix(node: ir.Node, gate: int) -> dict[str, Any]:
+    """Arguments that the matrix-state recurrences share; ``gate`` is the index of g."""
+    _, heads, key_dim, value_dim = _shape(node, len(node.inputs) - 1)
+    decay = "none"
+    if node.inputs[gate] is not None:
+        decay = "head" if len(_shape(node, gate)) == 3 else "key"
+    scale = node.attributes.get_float("scale")
+    return {
+        "heads": heads,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "decay": decay,
+        "scale": scale,
+    }
+
+
+def _convolution(node: ir.Node) -> dict[str, Any]:
+    """Arguments of the short convolution."""
+    channels, width = _shape(node, 1)
+    name = node.attributes.get_string("activation")
+    return {
+        "channels": channels,
+        "width": width,
+        "activation": None if name == "none" else name,
+    }
+
+
+def _diagonal(node: ir.Node) -> dict[str, Any]:
+    """Arguments of the diagonal recurrence."""
+    _, channels, size = _shape(node, 5)[:3]
+    return {"channels": channels, "state_dim": size}
+
+
+# Operator -> folder of its onnx.py and the function that reads the keyword arguments off a node.
+_ARGUMENTS: dict[str, tuple[str, Callable[[ir.Node], dict[str, Any]]]] = {
+    "linear": ("linear", lambda node: _matrix(node, 3)),
+    "delta": ("delta", lambda node: _matrix(node, 4)),
+    "diagonal": ("diagonal", _diagonal),
+    "short_convolution": ("conv", _convolution),
+}
+OPERATORS = tuple(_ARGUMENTS)

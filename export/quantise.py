@@ -1,0 +1,229 @@
+"""Turn the large matrices of a lowered graph into int8 or int4 with MatMulNBits.
+
+Every MatMul by a constant becomes com.microsoft MatMulNBits with accuracy_level 4 (activations in
+int8, one scale a block), the token embedding becomes GatherBlockQuantized. A tied head and
+embedding are rounded once and share their codes and scales. Projections that make the gates of a
+recurrence stay float32 (their errors grow with the length of the stream), as do convolutions,
+norms and states; which ones is decided by words in the parameter's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from edgelin.export.passes.edit import add_constant, constant, drop_unused, only_user, replace
+from edgelin.export.passes.tied_head import tied_heads
+from edgelin.export.rounding import Array, Rounded, round_matrix
+
+FLOAT_WORDS = ("beta", "decay", "dt", "conv", "norm")
+_VENDOR = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a variant's weights are stored.
+
+    Args:
+        bits: Of the matrices, 4 or 8.
+        embedding_bits: Of the token embedding and a head tied to it.
+        block_size: Weights that share a scale.
+        accuracy_level: onnxruntime's arithmetic: 4 multiplies in int8.
+        float_words: A parameter with one of these words in its name stays float32.
+    """
+
+    bits: int
+    embedding_bits: int
+    block_size: int = 32
+    accuracy_level: int = 4
+    float_words: tuple[str, ...] = FLOAT_WORDS
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry in the manifest."""
+        return {
+            "bits": self.bits,
+            "embedding_bits": self.embedding_bits,
+            "block_size": self.block_size,
+            "accuracy_level": self.accuracy_level,
+            "float": list(self.float_words),
+        }
+
+
+RECIPES: dict[str, Recipe | None] = {
+    "none": None,
+    "int8": Recipe(bits=8, embedding_bits=8),
+    "int4": Recipe(bits=4, embedding_bits=8),
+}
+
+
+@dataclass
+class Outcome:
+    """What became of every matrix: name to its bits and relative error ||W' - W|| / ||W||."""
+
+    matrices: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def quantise(
+    model: ir.Model,
+    recipe: Recipe,
+    *,
+    importance: Mapping[str, Array] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Outcome:
+    """Quantise a graph in place, between ``passes.lower`` and ``passes.finish``.
+
+    Args:
+        model: Lowered graph; its tied head still is ``edgelin::tied_head``.
+        recipe: Bits and exceptions.
+        importance: Parameter name to float32 `[K]`, the mean square of each input of the matrix.
+        progress: Called with the name of each matrix before it is rounded.
+
+    Returns:
+        What was done to each matrix.
+    """
+    work = _Work(model, recipe, importance or {}, progress)
+    for node in list(model.graph):
+        if node.op_type == "Gather" and not node.domain:
+            work.lookup(node)
+    for node in tied_heads(model):
+        work.head(node)
+    for node in list(model.graph):
+        if node.op_type == "MatMul" and not node.domain:
+            work.matmul(node)
+    drop_unused(model)
+    return work.outcome
+
+
+class _Work:
+    """One call of :func:`quantise`: the graph, the recipe and the matrices rounded so far."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        recipe: Recipe,
+        importance: Mapping[str, Array],
+        progress: Callable[[str], None],
+    ) -> None:
+        self.model, self.recipe, self.importance = model, recipe, importance
+        self.progress = progress
+        self.outcome = Outcome()
+        self._rounded: dict[str, Rounded] = {}
+
+    def lookup(self, node: ir.Node) -> None:
+        """Gather from a float matrix becomes GatherBlockQuantized."""
+        table, indices = node.inputs
+        rows = constant(table)
+        if table is None or rows is None or rows.ndim != 2 or rows.dtype != np.float32:
+            return
+        if node.attributes.get_int("axis", 0) != 0 or self._stays_float(table):
+            return
+        bits = self.recipe.embedding_bits
+        codes, *rest = self._store(table.name or "", rows.astype(np.float32), bits, flat=True)
+        new = ir.node(
+            "GatherBlockQuantized",
+            [codes, indices, *rest],
+            attributes={
+                "gather_axis": 0,
+                "quantize_axis": 1,
+                "block_size": self.recipe.block_size,
+                "bits": bits,
+            },
+            domain=_VENDOR,
+        )
+        replace(self.model, node, [new], new.outputs)
+
+    def head(self, node: ir.Node) -> None:
+        """``tied_head(x, embedding)`` becomes MatMulNBits over the embedding's own codes."""
+        x, table = node.inputs
+        rows = constant(table)
+        if table is None or rows is None:
+            return
+        self._multiply(
+            node, x, table.name or "", rows.astype(np.float32), self.recipe.embedding_bits
+        )
+
+    def matmul(self, node: ir.Node) -> None:
+        """MatMul by a constant `[K, N]`, with a bias added after it, becomes MatMulNBits."""
+        x, weight = node.inputs
+        matrix = constant(weight)
+        if weight is None or matrix is None or matrix.ndim != 2 or matrix.dtype != np.float32:
+            return
+        if self._stays_float(weight):
+            return
+        rows = np.ascontiguousarray(matrix.T).astype(np.float32)
+        self._multiply(node, x, weight.name or "", rows, self.recipe.bits)
+
+    def _multiply(
+        self, node: ir.Node, x: ir.Value | None, name: str, rows: Array, bits: int
+    ) -> None:
+        """Write the MatMulNBits node of ``x @ rows.T``."""
+        codes, scales, *zero_points = self._store(name, rows, bits, flat=False)
+        inputs: list[ir.Value | None] = [x, codes, scales, *zero_points]
+        add = only_user(node.outputs[0])
+        bias = _bias(add, node.outputs[0], len(rows))
+        if bias is not None:
+            inputs += [None] * (5 - len(inputs)) + [bias]
+        new = ir.node(
+            "MatMulNBits",
+            inputs,
+            attributes={
+                "K": rows.shape[1],
+                "N": rows.shape[0],
+                "bits": bits,
+                "block_size": self.recipe.block_size,
+                "accuracy_level": self.recipe.accuracy_level,
+            },
+            domain=_VENDOR,
+        )
+        if bias is not None and add is not None:
+            replace(self.model, add, [new], new.outputs)
+        else:
+            replace(self.model, node, [new], new.outputs)
+
+    def _store(self, name: str, rows: Array, bits: int, *, flat: bool) -> list[ir.Value]:
+        """Initializers of a rounded matrix: codes, scales and, if asymmetric, zero points."""
+        if name not in self._rounded:
+            self.progress(name)
+            self._rounded[name] = self._round(name, rows, bits)
+        rounded = self._rounded[name]
+        codes = rounded.packed()
+        shape, suffix = ((len(codes), -1), "_rows") if flat else (codes.shape, "")
+        values = [
+            add_constant(self.model, f"{name}_q{bits}{suffix}", codes.reshape(shape)),
+            add_constant(self.model, f"{name}_scales", rounded.scales),
+        ]
+        zero_points = rounded.packed_zero_points()
+        if zero_points is not None:
+            values.append(add_constant(self.model, f"{name}_zero_points", zero_points))
+        return values
+
+    def _round(self, name: str, rows: Array, bits: int) -> Rounded:
+        """Round one matrix and note its error."""
+        rounded = round_matrix(
+            rows, bits, self.recipe.block_size, importance=self.importance.get(name)
+        )
+        wrong = np.linalg.norm(rounded.values(rows.shape[1]) - rows)
+        self.outcome.matrices[name] = {
+            "bits": bits,
+            "error": float(wrong / max(float(np.linalg.norm(rows)), 1e-30)),
+        }
+        return rounded
+
+    def _stays_float(self, weight: ir.Value) -> bool:
+        """Whether a parameter's name has one of the recipe's words in it."""
+        words = re.split(r"[._]", weight.name or "")
+        return any(word in words for word in self.recipe.float_words)
+
+
+def _bias(add: ir.Node | None, product: ir.Value, width: int) -> ir.Value | None:
+    """The constant `[N]` that ``add`` adds to ``product``, if that is what it does."""
+    if add is None or add.op_type != "Add" or add.domain:
+        return None
+    other = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
+    array = constant(other)
+    return other if array is not None and array.shape == (width,) else None

@@ -1,0 +1,151 @@
+"""What an export found out, as ``report.json`` and ``report.md``, and the gates it must pass."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from edgelin import __version__
+from edgelin.export.golden import Errors
+
+JSON_NAME, TEXT_NAME = "report.json", "report.md"
+# Largest root mean square error of the logits on the golden stream, relative. It tells a broken
+# graph or packing from rounding; whether the rounding is good enough is a question for real text.
+_LIMITS = {32: 1e-4, 8: 0.1, 4: 0.6}
+_FLOAT_LIMIT = 1e-3
+
+
+@dataclass
+class VariantReport:
+    """One graph of the bundle.
+
+    Args:
+        bits: Of the matrices, 32 for float.
+        bytes: Of its files.
+        nodes: Operator to number of nodes in the graph.
+        errors: Against the float64 model on the golden stream.
+        matrices: Parameter name to bits and relative rounding error, for quantised variants.
+        measured: Load time, memory and speed here.
+    """
+
+    bits: int
+    bytes: int
+    nodes: dict[str, int]
+    errors: Errors
+    matrices: dict[str, dict[str, float]] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """Outcome of :func:`edgelin.export.bundle.export_checkpoint`.
+
+    Args:
+        bundle: The folder written.
+        profile: Name of the profile.
+        layers: Layers of the model.
+        parameters: Trainable numbers of the model.
+        state_bytes: Size of a stream's state.
+        variants: Name to what was found of it.
+    """
+
+    bundle: Path
+    profile: str
+    layers: int
+    parameters: int
+    state_bytes: int
+    variants: dict[str, VariantReport]
+
+    def failures(self) -> list[str]:
+        """Every gate that was missed, in words."""
+        missed = []
+        for name, variant in self.variants.items():
+            error, limit = variant.errors, _LIMITS[variant.bits]
+            if not error.finite:
+                missed.append(f"{name}: logits or states are not finite")
+            elif error.logits_rms > limit:
+                missed.append(f"{name}: logits are off by {error.logits_rms:.2g}, limit {limit:g}")
+            elif variant.bits == 32 and max(error.logits, error.states) > _FLOAT_LIMIT:
+                worst = max(error.logits, error.states)
+                missed.append(f"{name}: worst value is off by {worst:.2g}, limit {_FLOAT_LIMIT:g}")
+        return missed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content of ``report.json``."""
+        return {
+            "format": 1,
+            "edgelin_version": __version__,
+            "onnxruntime_version": onnxruntime.__version__,
+            "machine": platform.machine(),
+            "profile": self.profile,
+            "layers": self.layers,
+            "parameters": self.parameters,
+            "state_bytes": self.state_bytes,
+            "failures": self.failures(),
+            "variants": {name: asdict(variant) for name, variant in self.variants.items()},
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write both files."""
+        text = json.dumps(self.as_dict(), indent=2) + "\n"
+        (folder / JSON_NAME).write_text(text, encoding="utf-8")
+        (folder / TEXT_NAME).write_text(self.text(), encoding="utf-8")
+
+    def text(self) -> str:
+        """Content of ``report.md``: tables for people."""
+        lines = [
+            f"# Export report: profile {self.profile}",
+            "",
+            f"{self.parameters:,} parameters, {self.layers} layers, {self.state_bytes:,} bytes of "
+            f"state a stream; edgelin {__version__}, onnxruntime {onnxruntime.__version__}, "
+            f"{platform.machine()}.",
+            "",
+            "| variant | MB | nodes | a layer | load s | RSS MB | decode tok/s | prefill tok/s |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+            *(self._size_row(name, variant) for name, variant in self.variants.items()),
+            "",
+            "Against the float64 model on the golden stream (random tokens: not a measure of "
+            "quality on text; `edgelin verify` measures that):",
+            "",
+            "| variant | logits max | logits rms | states max | top-1 same | KL, nat |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *(_error_row(name, variant.errors) for name, variant in self.variants.items()),
+            "",
+        ]
+        for name, variant in self.variants.items():
+            nodes = ", ".join(f"{n} {count}" for n, count in variant.nodes.items())
+            lines += [f"Nodes of {name}: {nodes}.", ""]
+        return "\n".join(lines)
+
+    def _size_row(self, name: str, variant: VariantReport) -> str:
+        count, here = sum(variant.nodes.values()), variant.measured
+        cells = [
+            name,
+            f"{variant.bytes / 1e6:.1f}",
+            str(count),
+            f"{count / self.layers:.1f}",
+            f"{here.get('load_s', 0):.2f}",
+            f"{here.get('rss_bytes', 0) / 1e6:.0f}",
+            f"{here.get('decode_tokens_per_s', 0):.0f}",
+            f"{here.get('prefill_tokens_per_s', 0):.0f}",
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+def count_nodes(op_types: list[str]) -> dict[str, int]:
+    """Operators by number, most frequent first."""
+    return dict(sorted(Counter(op_types).items(), key=lambda item: (-item[1], item[0])))
+
+
+def _error_row(name: str, error: Errors) -> str:
+    """One line of the second table."""
+    return (
+        f"| {name} | {error.logits:.1e} | {error.logits_rms:.1e} | {error.states:.1e} | "
+        f"{100 * error.top1:.1f} % | {error.kl:.1e} |"
+    )

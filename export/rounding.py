@@ -1,0 +1,125 @@
+"""Round a matrix to 4 or 8 bits in blocks along its input axis, in onnxruntime's packed layout.
+
+    w = scale * (q - zero_point),  0 <= q < 2^bits,  one scale and zero point for 32 weights
+
+Symmetric blocks have zero point 2^(bits-1); asymmetric ones store theirs. The scale is not simply
+the largest weight over the largest code: several smaller ones are tried, each is refined to the
+least-squares scale of its codes, and the one with the smallest (weighted) squared error is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+
+_SHRINKS = {4: np.linspace(1.0, 0.68, 9), 8: np.linspace(1.0, 0.94, 4)}
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A matrix in blocks.
+
+    Args:
+        codes: uint8 `[N, blocks, block_size]`, one code a cell.
+        scales: float32 `[N, blocks]`.
+        zero_points: uint8 `[N, blocks]`, or None for 2^(bits-1) everywhere.
+        bits: 4 or 8.
+    """
+
+    codes: Codes
+    scales: Array
+    zero_points: Codes | None
+    bits: int
+
+    def packed(self) -> Codes:
+        """uint8 `[N, blocks, block_size * bits / 8]`; for 4 bits the even cell is the low half."""
+        return self.codes if self.bits == 8 else _pack(self.codes)
+
+    def packed_zero_points(self) -> Codes | None:
+        """uint8 `[N, ceil(blocks * bits / 8)]`, or None."""
+        if self.zero_points is None or self.bits == 8:
+            return self.zero_points
+        odd = self.zero_points.shape[1] % 2
+        return _pack(np.pad(self.zero_points, ((0, 0), (0, odd)), constant_values=8))
+
+    def values(self, width: int) -> Array:
+        """The matrix that a runtime sees, float32 `[N, width]`."""
+        zero = 1 << (self.bits - 1) if self.zero_points is None else self.zero_points[:, :, None]
+        cells = (self.codes.astype(np.float32) - zero) * self.scales[:, :, None]
+        return cells.reshape(len(cells), -1)[:, :width].astype(np.float32)
+
+
+def round_matrix(
+    rows: Array,
+    bits: int,
+    block_size: int,
+    *,
+    symmetric: bool = True,
+    importance: Array | None = None,
+) -> Rounded:
+    """Round every row in blocks.
+
+    Args:
+        rows: float32 `[N, K]`: one row an output.
+        bits: 4 or 8.
+        block_size: Weights that share a scale.
+        symmetric: Whether the zero point is fixed in the middle.
+        importance: float32 `[K]` >= 0: weight of an input's squared error (its mean square).
+    """
+    blocks = _blocks(rows, block_size)
+    weight = np.ones((1, *blocks.shape[1:]), np.float32)
+    if importance is not None:
+        weight = _blocks(importance[None], block_size)
+    parts = [
+        _round(blocks[i : i + _ROWS_AT_ONCE], weight, bits, symmetric)
+        for i in range(0, len(blocks), _ROWS_AT_ONCE)
+    ]
+    codes, scales, zeros = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return Rounded(codes, scales, None if symmetric else zeros, bits)
+
+
+def _blocks(rows: Array, block_size: int) -> Array:
+    """`[N, K]` to `[N, blocks, block_size]`, padded with zeros."""
+    pad = -rows.shape[1] % block_size
+    return np.pad(rows, ((0, 0), (0, pad))).reshape(len(rows), -1, block_size)
+
+
+def _round(blocks: Array, weight: Array, bits: int, symmetric: bool) -> tuple[Codes, Array, Codes]:
+    """Codes, scales and zero points with the least weighted squared error among the candidates."""
+    levels, middle = (1 << bits) - 1, np.float32(1 << (bits - 1))
+    low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+    # The side with 2^(bits-1) codes gets the larger weight: hence the sign of the scale.
+    extreme = np.where(high > -low, -high, -low)
+    full = extreme / middle if symmetric else (high - low) / np.float32(levels)
+    full = np.where(np.abs(full) < np.finfo(np.float32).tiny, np.float32(1), full)
+    best = np.full(full.shape, np.inf, np.float32)
+    codes = np.zeros(blocks.shape, np.uint8)
+    scales: npt.NDArray[np.floating] = full.copy()
+    zeros: npt.NDArray[np.floating] = np.full(full.shape, middle)
+    for shrink in _SHRINKS[bits].astype(np.float32):
+        scale = full * shrink
+        zero = middle if symmetric else np.clip(np.rint(-low / scale), 0, levels)
+        zero = np.broadcast_to(zero, scale.shape)
+        q = np.clip(np.rint(blocks / scale[..., None] + zero[..., None]), 0, levels)
+        steps = q - zero[..., None]
+        norm = (weight * steps * steps).sum(-1)
+        fitted = (weight * steps * blocks).sum(-1) / np.where(norm > 0, norm, 1)
+        scale = np.where((norm > 0) & (fitted != 0), fitted, scale)
+        error = (weight * np.square(steps * scale[..., None] - blocks)).sum(-1)
+        better = error < best
+        best = np.where(better, error, best)
+        scales, zeros = np.where(better, scale, scales), np.where(better, zero, zeros)
+        codes = np.where(better[..., None], q.astype(np.uint8), codes)
+    return codes, scales.astype(np.float32), zeros.astype(np.uint8)
+
+
+def _pack(cells: Codes) -> Codes:
+    """Two 4-bit cells of the last axis into one byte."""
+    packed: Codes = cells[..., 0::2] | (cells[..., 1::2] << 4)
+    return packed

@@ -1,0 +1,249 @@
+"""Trace a model once into an ONNX graph whose recurrences are still single, opaque nodes.
+
+``torch.onnx.export`` sees the model's ordinary ``forward(input_ids, state)``. Every operator of the
+``edgelin`` namespace becomes one node of the ONNX domain ``edgelin``; :mod:`edgelin.export.passes`
+turns these into real ONNX operators later, differently for each profile. The tied output head is
+kept as one node too, so that a pass can let it share the embedding matrix.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import onnx_ir as ir
+import onnxscript
+import torch
+from onnxscript import optimizer
+
+from edgelin.export.passes.lower_recurrences import DOMAIN, OPERATORS
+from edgelin.recurrences import CHUNK
+from edgelin.state import StateSpec
+
+if TYPE_CHECKING:
+    from edgelin.model import LanguageModel
+
+INPUT = "input_ids"
+OUTPUT = "logits"
+# The newest opset that torch writes correctly; RMSNormalization (23) stays one node in it.
+TRACE_OPSET = 23
+# Unequal and unlike any width, so that the exporter cannot confuse the two symbolic axes.
+_EXAMPLE_BATCH, _EXAMPLE_TIME = 2, 3
+_ATTRIBUTE_TYPES = {
+    "float": onnx.defs.OpSchema.AttrType.FLOAT,
+    "int": onnx.defs.OpSchema.AttrType.INT,
+    "bool": onnx.defs.OpSchema.AttrType.INT,
+    "str": onnx.defs.OpSchema.AttrType.STRING,
+}
+
+
+def trace(model: LanguageModel, *, max_time: int = CHUNK) -> ir.Model:
+    """Trace ``model.forward`` with symbolic batch and time.
+
+    Args:
+        model: Model in float32 on the CPU, in evaluation mode.
+        max_time: Largest number of tokens of a call.
+
+    Returns:
+        Graph with inputs ``input_ids`` and ``past_*`` and outputs ``logits`` and ``present_*``, in
+        the order of ``model.state_specs()``; weights keep their parameter names.
+    """
+    specs = model.state_specs()
+    states = model.initial_state(_EXAMPLE_BATCH, "cpu")
+    batch = torch.export.Dim("batch", min=1, max=2**20)
+    time = torch.export.Dim("time", min=1, max=max_time)
+    with torch.no_grad(), _quiet():
+        program = torch.onnx.export(
+            _Positional(model, specs),
+            (
+                torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_TIME, dtype=torch.int64),
+                *(states[spec.name] for spec in specs),
+            ),
+            dynamo=True,
+            opset_version=TRACE_OPSET,
+            input_names=[INPUT, *(spec.input_name for spec in specs)],
+            output_names=[OUTPUT, *(spec.output_name for spec in specs)],
+            dynamic_shapes=({0: batch, 1: time}, tuple({0: batch} for _ in specs)),
+            custom_translation_table=_translations(),
+            optimize=False,
+            verbose=False,
+        )
+    assert program is not None
+    graph = program.model
+    _name_weights(graph)
+    _mark_tied_heads(graph)
+    optimizer.optimize_ir(graph)
+    _strip(graph)
+    _drop_prefix(graph, "model.")
+    return graph
+
+
+class _Positional(torch.nn.Module):
+    """The model with its states as positional arguments, which is what the exporter can name."""
+
+    def __init__(self, model: LanguageModel, specs: list[StateSpec]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = [spec.name for spec in specs]
+
+    def forward(self, input_ids: torch.Tensor, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits, then every new state."""
+        state = dict(zip(self.names, states, strict=True))
+        logits, new = self.model(input_ids, state)
+        return logits, *(new[name] for name in self.names)
+
+
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """For every operator that a pass lowers later, a function that writes its opaque node."""
+    table: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for name in (*OPERATORS, "keep_last"):
+        if hasattr(torch.ops.edgelin, name):  # only those of the model's mixers are loaded
+            overload = getattr(torch.ops.edgelin, name).default
+            table[overload] = _opaque(name, overload._schema)
+    return table
+
+
+def _opaque(name: str, schema: Any) -> Callable[..., Any]:
+    """A translation that keeps tensor arguments as inputs and all others as attributes."""
+    single = onnx.defs.OpSchema.FormalParameterOption.Single
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    inputs, attributes, tensor_at = [], [], []
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        is_optional = kind.startswith("Optional[")
+        kind = kind.removeprefix("Optional[").removesuffix("]")
+        tensor_at.append(kind == "Tensor")
+        if kind == "Tensor":
+            option = optional if is_optional else single
+            inputs.append(
+                onnx.defs.OpSchema.FormalParameter(
+                    argument.name, f"T_{argument.name}", param_option=option
+                )
+            )
+        else:
+            attributes.append(
+                onnx.defs.OpSchema.Attribute(
+                    argument.name, _ATTRIBUTE_TYPES[kind], required=not is_optional
+                )
+            )
+    outputs = [
+        onnx.defs.OpSchema.FormalParameter(f"out_{i}", f"T_out_{i}")
+        for i in range(len(schema.returns))
+    ]
+    any_type = ["tensor(float)", "tensor(int64)"]
+    op = onnxscript.values.Op(
+        onnxscript.values.Opset(DOMAIN, 1),
+        name,
+        onnx.defs.OpSchema(
+            name,
+            DOMAIN,
+            1,
+            inputs=inputs,
+            outputs=outputs,
+            attributes=attributes,
+            type_constraints=[(p.type_str, any_type, "") for p in (*inputs, *outputs)],
+        ),
+    )
+    names = [argument.name for argument in schema.arguments]
+
+    def translate(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = [given.get(n) for n, is_t in zip(names, tensor_at, strict=True) if is_t]
+        rest = {
+            n: given[n]
+            for n, is_t in zip(names, tensor_at, strict=True)
+            if not is_t and given.get(n) is not None
+        }
+        return op(*tensors, **rest)
+
+    return translate
+
+
+def _name_weights(model: ir.Model) -> None:
+    """Fold ``Transpose(parameter)`` into a parameter of the same name, unless it is shared.
+
+    The optimizer would fold it too, but under a new name; which matrices stay float in a quantised
+    graph is decided by parameter name.
+    """
+    for node in list(model.graph):
+        source = node.inputs[0] if node.op_type == "Transpose" else None
+        if source is None or source.const_value is None or len(list(source.uses())) > 1:
+            continue
+        perm = node.attributes.get_ints("perm")
+        array = source.const_value.numpy().transpose(perm)
+        name = source.name
+        assert name is not None
+        model.graph.initializers.pop(name)
+        output = node.outputs[0]
+        new = ir.Value(
+            name=name,
+            shape=ir.Shape(array.shape),
+            type=source.type,
+            const_value=ir.Tensor(array, name=name),
+        )
+        model.graph.register_initializer(new)
+        output.replace_all_uses_with(new)
+        model.graph.remove(node, safe=True)
+
+
+def _mark_tied_heads(model: ir.Model) -> None:
+    """Turn ``MatMul(x, Transpose(embedding))`` into one ``edgelin::tied_head(x, embedding)``."""
+    for node in list(model.graph):
+        right = node.inputs[1] if node.op_type == "MatMul" else None
+        transpose = right.producer() if right is not None else None
+        if transpose is None or transpose.op_type != "Transpose":
+            continue
+        weight = transpose.inputs[0]
+        if weight is None or weight.const_value is None:
+            continue
+        head = ir.node(
+            "tied_head", [node.inputs[0], weight], domain=DOMAIN, outputs=list(_fresh(node))
+        )
+        model.graph.insert_after(node, head)
+        ir.convenience.replace_all_uses_with(node.outputs, head.outputs, replace_graph_outputs=True)
+        model.graph.remove(node, safe=True)
+
+
+def _fresh(node: ir.Node) -> Iterator[ir.Value]:
+    """New values with the names, shapes and types of a node's outputs."""
+    for value in node.outputs:
+        yield ir.Value(name=value.name, shape=value.shape, type=value.type)
+
+
+def _strip(model: ir.Model) -> None:
+    """Drop the trace's own metadata (source positions, module stacks): it holds machine paths."""
+    model.metadata_props.clear()
+    model.doc_string = None
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.producer_name = "edgelin"
+    model.producer_version = None
+
+
+def _drop_prefix(model: ir.Model, prefix: str) -> None:
+    """Give parameters the names that they have in the checkpoint."""
+    for name, value in list(model.graph.initializers.items()):
+        if name.startswith(prefix):
+            value.name = name.removeprefix(prefix)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's remarks about its own exporter; nothing of ours can answer them."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
