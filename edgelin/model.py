@@ -8,6 +8,8 @@ T = 1 for a step. All states are arguments and results, described by :meth:`stat
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,7 +35,7 @@ class Block(nn.Module):
         super().__init__()
         name, eps = config.layers[layer], config.rms_norm_eps
         self.mixer_norm = RMSNorm(config.hidden_size, eps)
-        self.mixer = mixers.build(
+        self.mixer: Any = mixers.build(
             config.mixers[name], config.hidden_size, layer, eps, where=f"model.mixers.{name}"
         )
         self.mlp_norm = RMSNorm(config.hidden_size, eps)
@@ -68,8 +70,8 @@ class LanguageModel(nn.Module):
 
     def state_specs(self) -> list[StateSpec]:
         """Every state, in layer order; then ``position`` if a mixer needs it."""
-        specs = [spec for block in self.blocks for spec in block.mixer.state_specs()]
-        if any(getattr(block.mixer, "needs_position", False) for block in self.blocks):
+        specs = [spec for block in self._layers() for spec in block.mixer.state_specs()]
+        if any(getattr(block.mixer, "needs_position", False) for block in self._layers()):
             specs.append(StateSpec("position", None, (), "batch", dtype="int64", initial=0))
         return specs
 
@@ -120,7 +122,7 @@ class LanguageModel(nn.Module):
             position = torch.zeros_like(input_ids[:, 0])
         x = self.embedding(input_ids)
         after: dict[str, Tensor] = {}
-        for block in self.blocks:
+        for block in self._layers():
             own = {spec.name: state[spec.name] for spec in block.mixer.state_specs()}
             x, own = block(x, own, position)
             after |= own
@@ -143,6 +145,10 @@ class LanguageModel(nn.Module):
         """Trainable numbers; a tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
 
+    def _layers(self) -> list[Block]:
+        """The blocks with their type, which ModuleList forgets."""
+        return cast(list[Block], list(self.blocks))
+
     def _initialise(self) -> None:
         """Normal weights of std 0.02, residual projections by 1 / sqrt(2 L) less (GPT-2)."""
         for name, module in self.named_modules():
@@ -152,6 +158,6 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(module.weight, std=_INIT_STD / depth**0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:
+        for block in self._layers():
             if hasattr(block.mixer, "reset_parameters"):
                 block.mixer.reset_parameters()
