@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# A tensor, because torch's exporter stores a Python number in float32 beside float64 operands.
+_TURN = torch.tensor(2 * math.pi, dtype=torch.float64)
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """``x`` in float32, or unchanged where it is float64 already."""
@@ -95,7 +98,7 @@ def rotate(x: Tensor, position: Tensor, frequencies: Tensor) -> Tensor:
     steps = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
     tokens = (position[:, None] + steps).to(torch.float64)
     # float32 angles are off by 0.02 after a million tokens: reduce before the cast.
-    angles = torch.fmod(tokens[:, :, None, None] * frequencies, 2 * math.pi)
+    angles = torch.fmod(tokens[:, :, None, None] * frequencies, _TURN)
     angles = angles.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = angles.cos(), angles.sin()
     first, second = x.chunk(2, dim=-1)
