@@ -1,0 +1,306 @@
+"""Delta rule on a GPU: Triton kernels of the forward pass, chunks of 64 tokens.
+
+The equations are those of ``chunked.py``. Three launches:
+
+    invert   every chunk on its own: X = (I + L)^-1, e^G and e^{G_64 - G}
+    states   one chunk after the other, parallel over batch, heads and value blocks:
+             u = X beta (v - e^G k S);  S <- e^{G_64} S + k^T (e^{G_64 - G} u)
+    output   every chunk on its own: o = scale (e^G q S + (D * q k^T) u)
+
+Dots run in the dtype of the values (bfloat16 on tensor cores, float32 in full precision) and add up
+in float32; states, decays and the inverse are float32. Rows past T load as zeros, which write and
+decay nothing.
+
+Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
+Length", section 3; "Gated Delta Networks", section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+
+C = tl.constexpr(CHUNK)
+FLOOR = tl.constexpr(MIN_LOG_DECAY)
+
+
+@triton.jit
+def chunk_rows(bh, n, T, H):
+    """Rows `[64]` of chunk ``n`` in a `[B * T * H, ...]` tensor, and which of them exist."""
+    token = n * C + tl.arange(0, C)
+    row = ((bh // H).to(tl.int64) * T + token) * H + bh % H
+    return row, token < T
+
+
+@triton.jit
+def tile(pointer, row, valid, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns ``start`` to ``start + BLOCK`` of these rows, zeros outside."""
+    column = start + tl.arange(0, BLOCK)
+    mask = valid[:, None] & (column < WIDTH)[None, :]
+    return tl.load(pointer + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def put_tile(pointer, value, row, valid, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store what :func:`tile` loads."""
+    column = start + tl.arange(0, BLOCK)
+    mask = valid[:, None] & (column < WIDTH)[None, :]
+    value = value.to(pointer.dtype.element_ty)
+    tl.store(pointer + row[:, None] * WIDTH + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def state_cells(index, k_start, v_start, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+                BV: tl.constexpr):  # fmt: skip
+    """Offsets `[BK, BV]` into state number ``index`` of a `[..., K, V]` tensor, and their mask."""
+    row = k_start + tl.arange(0, BK)
+    column = v_start + tl.arange(0, BV)
+    cells = index.to(tl.int64) * (K * V) + row[:, None] * V + column[None, :]
+    return cells, (row < K)[:, None] & (column < V)[None, :]
+
+
+@triton.jit
+def decay_sums(g, row, valid, HAS_G: tl.constexpr):
+    """G `[64]` in float64, so that differences stay exact after a reset of -90 a token."""
+    if HAS_G:
+        steps = tl.maximum(tl.load(g + row, mask=valid, other=0.0).to(tl.float32), FLOOR)
+        return tl.cumsum(steps.to(tl.float64), axis=0)
+    else:
+        return tl.zeros([C], dtype=tl.float64)
+
+
+@triton.jit
+def decay_matrix(sums):
+    """D `[64, 64]`: e^{G_i - G_j} for i >= j, else 0."""
+    position = tl.arange(0, C)
+    exponent = (sums[:, None] - sums[None, :]).to(tl.float32)
+    return tl.exp(tl.where(position[:, None] >= position[None, :], exponent, float("-inf")))
+
+
+@triton.jit
+def factor(values, row, valid, HAS_G: tl.constexpr):
+    """A stored decay factor `[64]`, or ones."""
+    if HAS_G:
+        return tl.load(values + row, mask=valid, other=0.0)
+    else:
+        return tl.full([C], 1.0, dtype=tl.float32)
+
+
+@triton.jit
+def total_decay(prefix, bh, n, T, H, HAS_G: tl.constexpr):
+    """Decay over the whole chunk: the prefix of its last token."""
+    if HAS_G:
+        last = tl.minimum(n * C + C, T) - 1
+        return tl.load(prefix + ((bh // H).to(tl.int64) * T + last) * H + bh % H)
+    else:
+        return 1.0
+
+
+@triton.jit(do_not_specialize=["T"])
+def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
+                  K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
+    """X of one chunk by masked block recursion, and its decay factors."""
+    chunks = tl.cdiv(T, C)
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    row, valid = chunk_rows(bh, n, T, H)
+    gram = tl.zeros([C, C], dtype=tl.float32)
+    for start in range(0, K, BK):
+        keys = tile(k, row, valid, start, K, BK)
+        gram = tl.dot(keys, tl.trans(keys), gram, input_precision=PRECISION)
+    sums = decay_sums(g, row, valid, HAS_G)
+    strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
+
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    lower = tl.where(i > j, strength[:, None] * decay_matrix(sums) * gram, 0.0)
+    x = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), lower, 0.0)
+    for level in tl.static_range(1, 6):
+        same_pair = (i >> (level + 1)) == (j >> (level + 1))
+        quarter = tl.where(same_pair & ((i >> level) > (j >> level)), lower, 0.0)
+        step = tl.dot(quarter, x, input_precision="tf32x3")
+        x -= tl.dot(x, step, input_precision="tf32x3")
+    put_tile(inverse, x, row, valid, 0, C, C)
+    if HAS_G:
+        # summed from the end: the last token of a chunk loses nothing
+        later = valid & (tl.arange(0, C) < C - 1) & (n * C + tl.arange(0, C) + 1 < T)
+        steps = tl.maximum(tl.load(g + row + H, mask=later, other=0.0).to(tl.float32), FLOOR)
+        tl.store(prefix + row, tl.exp(sums.to(tl.float32)), mask=valid)
+        tl.store(suffix + row, tl.exp(tl.cumsum(steps, axis=0, reverse=True)), mask=valid)
+
+
+@triton.jit(do_not_specialize=["T"])
+def states_kernel(k, v, beta, inverse, prefix, suffix, state, states, writes, final, T, H,
+                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                  HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Pass a block of state columns through all chunks; keep each chunk's state and writes."""
+    bh = tl.program_id(0)
+    v_start = tl.program_id(1) * BV
+    chunks = tl.cdiv(T, C)
+    cells, inside = state_cells(bh, 0, v_start, K, V, BK, BV)
+    current = tl.load(state + cells, mask=inside, other=0.0).to(tl.float32)
+    for n in range(0, chunks):
+        row, valid = chunk_rows(bh, n, T, H)
+        kept, inside = state_cells(bh.to(tl.int64) * chunks + n, 0, v_start, K, V, BK, BV)
+        read = current.to(v.dtype.element_ty)
+        tl.store(states + kept, read, mask=inside)
+        keys = tile(k, row, valid, 0, K, BK)
+        old = tl.dot(keys, read, input_precision=PRECISION)
+        strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
+        before = factor(prefix, row, valid, HAS_G)
+        values = tile(v, row, valid, v_start, V, BV).to(tl.float32)
+        values = strength[:, None] * (values - before[:, None] * old)
+        x = tile(inverse, row, valid, 0, C, C)
+        new = tl.dot(x, values.to(x.dtype), input_precision=PRECISION)
+        put_tile(writes, new, row, valid, v_start, V, BV)
+        new = (factor(suffix, row, valid, HAS_G)[:, None] * new).to(keys.dtype)
+        current *= total_decay(prefix, bh, n, T, H, HAS_G)
+        current = tl.dot(tl.trans(keys), new, current, input_precision=PRECISION)
+    tl.store(final + cells, current, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def output_kernel(q, k, g, states, writes, o, scale, T, H,
+                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                  HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Outputs of one chunk, one block of value columns."""
+    chunks = tl.cdiv(T, C)
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    v_start = tl.program_id(1) * BV
+    row, valid = chunk_rows(bh, n, T, H)
+    scores = tl.zeros([C, C], dtype=tl.float32)
+    out = tl.zeros([C, BV], dtype=tl.float32)
+    for start in range(0, K, BK):
+        queries = tile(q, row, valid, start, K, BK)
+        keys = tile(k, row, valid, start, K, BK)
+        cells, inside = state_cells(tl.program_id(0), start, v_start, K, V, BK, BV)
+        block = tl.load(states + cells, mask=inside, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), scores, input_precision=PRECISION)
+        out = tl.dot(queries, block, out, input_precision=PRECISION)
+    sums = decay_sums(g, row, valid, HAS_G)
+    new = tile(writes, row, valid, v_start, V, BV)
+    scores = (scores * decay_matrix(sums)).to(new.dtype)
+    out *= tl.exp(sums.to(tl.float32))[:, None]
+    out = tl.dot(scores, new, out, input_precision=PRECISION)
+    put_tile(o, scale * out, row, valid, v_start, V, BV)
+
+
+class Blocks(NamedTuple):
+    """Block sizes and dot precisions by dtype and widths; a fixed choice, nothing is tuned."""
+
+    key: int  # whole key width, padded to a power of two
+    key_part: int  # block of a loop over the key width
+    value_part: int  # block of a loop or a grid over the value width
+    state_value: int  # block of state columns that one program carries along
+    state_warps: int
+    precision: str
+    stages: int
+
+    @classmethod
+    def choose(cls, k: Tensor, v: Tensor) -> Blocks:
+        """For keys ``k`` `[B, T, H, K]` and values ``v`` `[B, T, H, V]`."""
+        batch, _, heads, width = v.shape
+        full = v.dtype == torch.float32
+        key = max(16, triton.next_power_of_2(k.shape[-1]))
+        value = max(16, triton.next_power_of_2(width))
+        part = 32 if full else 64
+        # wide columns save reads of the keys; narrow ones make programs when there are few
+        few = batch * heads * width < 128 * 64
+        return cls(
+            key=key,
+            key_part=min(key, part),
+            value_part=min(value, part),
+            state_value=min(value, 32 if full or few or key > 128 else 64),
+            state_warps=8 if full and key > 64 else 4,
+            # three tf32 products make a float32 one, on tensor cores; bfloat16 has no choice
+            precision="tf32x3" if full else "tf32",
+            stages=1 if full else 2,
+        )
+
+
+class Inputs(NamedTuple):
+    """Contiguous inputs, q, k and v in one dtype, g replaced by beta where there is none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor
+    state: Tensor
+    has_g: bool
+
+    @classmethod
+    def prepare(
+        cls, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor
+    ) -> Inputs:
+        """Bring the arguments of the op into the form that the kernels take."""
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
+        return cls(q, k, v, beta, beta if g is None else g.contiguous(), state, g is not None)
+
+
+class Carried(NamedTuple):
+    """What the chunks compute before the outputs."""
+
+    inverse: Tensor  # X [B, T, H, 64], row of the token
+    prefix: Tensor  # e^G [B, T, H]
+    suffix: Tensor  # e^{G_64 - G} [B, T, H]
+    states: Tensor  # before each chunk [B, H, N, K, V]
+    writes: Tensor  # u [B, T, H, V]
+    final: Tensor  # [B, H, K, V]
+
+
+def carry(x: Inputs, blocks: Blocks) -> Carried:
+    """Run the first two kernels."""
+    batch, time, heads, width = x.v.shape
+    key = x.k.shape[-1]
+    chunks = triton.cdiv(time, CHUNK)
+    inverse = x.v.new_empty(batch, time, heads, CHUNK)
+    # without decay nobody reads the factors
+    shape = (batch, time, heads) if x.has_g else (1,)
+    prefix, suffix = (x.v.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    states = x.v.new_empty(batch, heads, chunks, key, width)
+    writes = torch.empty_like(x.v)
+    final = torch.empty_like(x.state)
+    invert_kernel[(batch * heads * chunks,)](
+        x.k, x.beta, x.g, inverse, prefix, suffix, time, heads,
+        K=key, BK=blocks.key_part, HAS_G=x.has_g, PRECISION=blocks.precision,
+        num_warps=4, num_stages=blocks.stages,
+    )  # fmt: skip
+    states_kernel[(batch * heads, triton.cdiv(width, blocks.state_value))](
+        x.k, x.v, x.beta, inverse, prefix, suffix, x.state, states, writes, final, time, heads,
+        K=key, V=width, BK=blocks.key, BV=blocks.state_value, HAS_G=x.has_g,
+        PRECISION=blocks.precision, num_warps=blocks.state_warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return Carried(inverse, prefix, suffix, states, writes, final)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, T, H, V]` and the new state `[B, H, K, V]`; float32 or bfloat16 values."""
+    with torch.cuda.device_of(v):
+        x = Inputs.prepare(q, k, v, beta, g, state)
+        blocks = Blocks.choose(x.k, x.v)
+        carried = carry(x, blocks)
+        batch, time, heads, width = v.shape
+        o = torch.empty_like(x.v)
+        grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, blocks.value_part))
+        output_kernel[grid](
+            x.q, x.k, x.g, carried.states, carried.writes, o, scale, time, heads,
+            K=x.k.shape[-1], V=width, BK=blocks.key_part, BV=blocks.value_part, HAS_G=x.has_g,
+            PRECISION=blocks.precision, num_warps=4, num_stages=blocks.stages,
+        )  # fmt: skip
+    return o, carried.final

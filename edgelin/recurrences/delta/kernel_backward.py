@@ -1,0 +1,288 @@
+"""Delta rule on a GPU: Triton kernels of the backward pass.
+
+With the letters of ``kernel.py``, r = beta (v - e^G k S) so that u = X r, P = D * q k^T, and dS'
+the gradient of the state after a chunk:
+
+    du = scale P^T do + e^{G_64 - G} k dS'      dr = X^T du       dL = -dr u^T below the diagonal
+    dS = e^{G_64} dS' + scale (e^G q)^T do - (beta e^G k)^T dr
+    dP = scale do u^T, on and below the diagonal
+
+Seven launches: the first two kernels of the forward pass again (nothing but the inputs is kept),
+then
+
+    local     every chunk on its own: scale P^T do
+    reverse   from the last chunk to the first: dr and each chunk's dS'
+    scores    every chunk on its own: dv, D * dP, beta D * dL and their shares of dbeta and dG
+    keys      every chunk on its own: dq, dk, dbeta, dg
+
+dL uses dX = du r^T, hence -X^T dX X^T = -dr u^T: the gradient through the inverse needs no product
+of three matrices. Products that are needed transposed are computed or loaded that way: Triton
+before 3.7.1 may miscompile a dot whose first operand is a transposed dot result (Hopper).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from edgelin.recurrences import CHUNK
+from edgelin.recurrences.delta.kernel import (
+    FLOOR,
+    Blocks,
+    C,
+    Carried,
+    Inputs,
+    carry,
+    chunk_rows,
+    decay_matrix,
+    decay_sums,
+    factor,
+    put_tile,
+    state_cells,
+    tile,
+    total_decay,
+)
+
+
+@triton.jit(do_not_specialize=["T"])
+def local_kernel(q, k, g, do, du, scale, T, H,
+                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                 HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Gradient of the writes through the outputs of their own chunk."""
+    chunks = tl.cdiv(T, C)
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    v_start = tl.program_id(1) * BV
+    row, valid = chunk_rows(bh, n, T, H)
+    scores = tl.zeros([C, C], dtype=tl.float32)
+    for start in range(0, K, BK):
+        queries = tile(q, row, valid, start, K, BK)
+        keys = tile(k, row, valid, start, K, BK)
+        scores = tl.dot(keys, tl.trans(queries), scores, input_precision=PRECISION)
+    sums = decay_sums(g, row, valid, HAS_G)
+    position = tl.arange(0, C)
+    exponent = (sums[None, :] - sums[:, None]).to(tl.float32)
+    later = position[None, :] >= position[:, None]
+    scores *= scale * tl.exp(tl.where(later, exponent, float("-inf")))
+    outer = tile(do, row, valid, v_start, V, BV)
+    out = tl.dot(scores.to(outer.dtype), outer, input_precision=PRECISION)
+    put_tile(du, out, row, valid, v_start, V, BV)
+
+
+@triton.jit(do_not_specialize=["T"])
+def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates, dr, dstate,
+                   scale, T, H,
+                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                   HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Pass the gradient of a block of state columns back through all chunks."""
+    bh = tl.program_id(0)
+    v_start = tl.program_id(1) * BV
+    chunks = tl.cdiv(T, C)
+    cells, inside = state_cells(bh, 0, v_start, K, V, BK, BV)
+    current = tl.load(dfinal + cells, mask=inside, other=0.0).to(tl.float32)
+    for step in range(0, chunks):
+        n = chunks - 1 - step
+        row, valid = chunk_rows(bh, n, T, H)
+        kept, inside = state_cells(bh.to(tl.int64) * chunks + n, 0, v_start, K, V, BK, BV)
+        read = current.to(q.dtype.element_ty)
+        tl.store(dstates + kept, read, mask=inside)
+        keys = tile(k, row, valid, 0, K, BK)
+        write = tl.dot(keys, read, input_precision=PRECISION)
+        write = factor(suffix, row, valid, HAS_G)[:, None] * write
+        write += tile(du, row, valid, v_start, V, BV).to(tl.float32)
+        x = tile(inverse, row, valid, 0, C, C)
+        solved = tl.dot(tl.trans(x), write.to(x.dtype), input_precision=PRECISION)
+        put_tile(dr, solved, row, valid, v_start, V, BV)
+        before = factor(prefix, row, valid, HAS_G)
+        strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
+        outer = tile(do, row, valid, v_start, V, BV).to(tl.float32)
+        outer = ((scale * before)[:, None] * outer).to(read.dtype)
+        solved = ((-strength * before)[:, None] * solved).to(read.dtype)
+        queries = tile(q, row, valid, 0, K, BK)
+        current *= total_decay(prefix, bh, n, T, H, HAS_G)
+        current = tl.dot(tl.trans(queries), outer, current, input_precision=PRECISION)
+        current = tl.dot(tl.trans(keys), solved, current, input_precision=PRECISION)
+    tl.store(dstate + cells, current, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, dbeta, dsums,
+                  scale, T, H,
+                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                  HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dv, the gradients of q k^T and k k^T, and what they give to beta and G."""
+    chunks = tl.cdiv(T, C)
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    row, valid = chunk_rows(bh, n, T, H)
+    strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
+    dp = tl.zeros([C, C], dtype=tl.float32)
+    dl = tl.zeros([C, C], dtype=tl.float32)
+    db = tl.zeros([C], dtype=tl.float32)
+    for start in range(0, V, BV):
+        new = tl.trans(tile(writes, row, valid, start, V, BV))
+        outer = tile(do, row, valid, start, V, BV)
+        solved = tile(dr, row, valid, start, V, BV)
+        dp = tl.dot(outer, new, dp, input_precision=PRECISION)
+        dl = tl.dot(solved, new, dl, input_precision=PRECISION)
+        solved = solved.to(tl.float32)
+        values = tile(v, row, valid, start, V, BV).to(tl.float32)
+        put_tile(dv, strength[:, None] * solved, row, valid, start, V, BV)
+        db += tl.sum(solved * values, axis=1)
+    gram = tl.zeros([C, C], dtype=tl.float32)
+    scores = tl.zeros([C, C], dtype=tl.float32)
+    for start in range(0, K, BK):
+        keys = tile(k, row, valid, start, K, BK)
+        queries = tile(q, row, valid, start, K, BK)
+        gram = tl.dot(keys, tl.trans(keys), gram, input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(keys), scores, input_precision=PRECISION)
+    decay = decay_matrix(decay_sums(g, row, valid, HAS_G))
+    position = tl.arange(0, C)
+    below = position[:, None] > position[None, :]
+    dp *= scale * decay
+    dl = tl.where(below, -dl * decay, 0.0)
+    db += tl.sum(dl * gram, axis=1)
+    dl *= strength[:, None]
+    put_tile(dscores, dp, row, valid, 0, C, C)
+    put_tile(dlower, dl, row, valid, 0, C, C)
+    tl.store(dbeta + row, db, mask=valid)
+    if HAS_G:
+        # the diagonal has no decay: left out, since it would only cancel
+        both = tl.where(below, dp * scores + dl * gram, 0.0)
+        tl.store(dsums + row, tl.sum(both, axis=1) - tl.sum(both, axis=0), mask=valid)
+
+
+@triton.jit(do_not_specialize=["T"])
+def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
+                dscores, dlower, dsums, dq, dk, dbeta, dg, scale, T, H,
+                K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dq and dk, one block of key columns after the other; then dbeta and dg are whole."""
+    chunks = tl.cdiv(T, C)
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    row, valid = chunk_rows(bh, n, T, H)
+    before = factor(prefix, row, valid, HAS_G)
+    after = factor(suffix, row, valid, HAS_G)
+    strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
+    dp = tile(dscores, row, valid, 0, C, C)
+    dl = tile(dlower, row, valid, 0, C, C)
+    through_read = tl.zeros([C], dtype=tl.float32)
+    through_erase = tl.zeros([C], dtype=tl.float32)
+    through_write = tl.zeros([C], dtype=tl.float32)
+    through_state = 0.0
+    for k_start in range(0, K, BK):
+        read = tl.zeros([C, BK], dtype=tl.float32)
+        erase = tl.zeros([C, BK], dtype=tl.float32)
+        write = tl.zeros([C, BK], dtype=tl.float32)
+        for v_start in range(0, V, BV):
+            cells, inside = state_cells(tl.program_id(0), k_start, v_start, K, V, BK, BV)
+            state = tl.load(states + cells, mask=inside, other=0.0)
+            dstate = tl.load(dstates + cells, mask=inside, other=0.0)
+            outer = tile(do, row, valid, v_start, V, BV)
+            new = tile(writes, row, valid, v_start, V, BV)
+            solved = tile(dr, row, valid, v_start, V, BV)
+            read = tl.dot(outer, tl.trans(state), read, input_precision=PRECISION)
+            erase = tl.dot(solved, tl.trans(state), erase, input_precision=PRECISION)
+            write = tl.dot(new, tl.trans(dstate), write, input_precision=PRECISION)
+            if HAS_G:
+                through_state += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+        queries = tile(q, row, valid, k_start, K, BK)
+        keys = tile(k, row, valid, k_start, K, BK)
+        read *= (scale * before)[:, None]
+        erase *= before[:, None]
+        write *= after[:, None]
+        keys32 = keys.to(tl.float32)
+        through_read += tl.sum(read * queries.to(tl.float32), axis=1)
+        through_erase += tl.sum(erase * keys32, axis=1)
+        through_write += tl.sum(write * keys32, axis=1)
+        read = tl.dot(dp, keys, read, input_precision=PRECISION)
+        put_tile(dq, read, row, valid, k_start, K, BK)
+        write -= strength[:, None] * erase
+        write = tl.dot(tl.trans(dp), queries, write, input_precision=PRECISION)
+        write = tl.dot(tl.trans(dl), keys, write, input_precision=PRECISION)
+        write = tl.dot(dl, keys, write, input_precision=PRECISION)
+        put_tile(dk, write, row, valid, k_start, K, BK)
+    share = tl.load(dbeta + row, mask=valid, other=0.0)
+    tl.store(dbeta + row, share - through_erase, mask=valid)
+    if HAS_G:
+        sums = tl.load(dsums + row, mask=valid, other=0.0)
+        sums += through_read - strength * through_erase
+        # G_i holds every g up to i; a suffix every g after i; the whole decay all of them
+        steps = tl.cumsum(sums, axis=0, reverse=True)
+        steps += tl.cumsum(through_write, axis=0) - through_write
+        steps += total_decay(prefix, bh, n, T, H, HAS_G) * through_state
+        clamped = tl.load(g + row, mask=valid, other=0.0).to(tl.float32) < FLOOR
+        tl.store(dg + row, tl.where(clamped, 0.0, steps), mask=valid)
+
+
+class Solved(NamedTuple):
+    """What the pass from the last chunk to the first leaves behind."""
+
+    dr: Tensor  # [B, T, H, V]
+    dstates: Tensor  # after each chunk [B, H, N, K, V]
+    dstate: Tensor  # before the first token [B, H, K, V]
+
+
+def _reverse(
+    x: Inputs, carried: Carried, blocks: Blocks, scale: float, do: Tensor, dfinal: Tensor
+) -> Solved:
+    """Run the kernels ``local`` and ``reverse``."""
+    batch, time, heads, width = x.v.shape
+    key = x.k.shape[-1]
+    du, dr = torch.empty_like(x.v), torch.empty_like(x.v)
+    dstates, dstate = torch.empty_like(carried.states), torch.empty_like(x.state)
+    sizes = {"K": key, "V": width, "HAS_G": x.has_g, "PRECISION": blocks.precision}
+    grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, blocks.value_part))
+    local_kernel[grid](
+        x.q, x.k, x.g, do, du, scale, time, heads,
+        BK=blocks.key_part, BV=blocks.value_part, **sizes, num_warps=4, num_stages=blocks.stages,
+    )  # fmt: skip
+    reverse_kernel[(batch * heads, triton.cdiv(width, blocks.state_value))](
+        x.q, x.k, x.beta, carried.inverse, carried.prefix, carried.suffix, do, du, dfinal,
+        dstates, dr, dstate, scale, time, heads,
+        BK=blocks.key, BV=blocks.state_value, **sizes,
+        num_warps=blocks.state_warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return Solved(dr, dstates, dstate)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, beta, g (empty without g) and state; shapes as in the forward pass."""
+    with torch.cuda.device_of(v):
+        x = Inputs.prepare(q, k, v, beta, g, state)
+        blocks = Blocks.choose(x.k, x.v)
+        carried = carry(x, blocks)
+        do, dstate = do.to(v.dtype).contiguous(), dstate.contiguous()
+        solved = _reverse(x, carried, blocks, scale, do, dstate)
+        batch, time, heads, width = v.shape
+        dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+        dscores, dlower = (torch.empty_like(carried.inverse) for _ in range(2))
+        dbeta = v.new_empty(batch, time, heads, dtype=torch.float32)
+        dsums, dg = (torch.empty_like(carried.prefix) for _ in range(2))
+        grid = (batch * heads * triton.cdiv(time, CHUNK),)
+        sizes = {"K": x.k.shape[-1], "V": width, "BK": blocks.key_part, "BV": blocks.value_part,
+                 "HAS_G": x.has_g, "PRECISION": blocks.precision,
+                 "num_warps": 4, "num_stages": blocks.stages}  # fmt: skip
+        scores_kernel[grid](
+            x.q, x.k, x.v, x.beta, x.g, carried.writes, do, solved.dr, dv, dscores, dlower,
+            dbeta, dsums, scale, time, heads, **sizes,
+        )  # fmt: skip
+        keys_kernel[grid](
+            x.q, x.k, x.beta, x.g, carried.prefix, carried.suffix, carried.states, carried.writes,
+            do, solved.dr, solved.dstates, dscores, dlower, dsums, dq, dk, dbeta, dg,
+            scale, time, heads, **sizes,
+        )  # fmt: skip
+    dg = state.new_empty(0) if g is None else dg
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dbeta.to(beta.dtype), dg, solved.dstate
