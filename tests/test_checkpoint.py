@@ -1,0 +1,191 @@
+"""Checkpoint folders: exact round trips, and one line for everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from edgelin import checkpoint, tokenizer
+from edgelin.config import ModelConfig
+from edgelin.errors import EdgelinError
+from edgelin.model import LanguageModel
+
+
+def _config(**changes: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "layers": ("gdn",),
+        "mixers": {"gdn": {"type": "gated_deltanet", "num_heads": 1, "key_dim": 8, "value_dim": 4}},
+    }
+    return ModelConfig(**(sizes | changes))
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json() -> str:
+    return str(tokenizer.train(["a text <|end|> to read"], 300).to_str())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer_json: str) -> Path:
+    torch.manual_seed(0)
+    checkpoint.save(tmp_path / "model", LanguageModel(_config()), tokenizer_json)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_round_trip(
+    tmp_path: Path, tokenizer_json: str, tied: bool, dtype: torch.dtype | None
+) -> None:
+    config = _config(tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    checkpoint.save(tmp_path, model, tokenizer_json, dtype)
+    again, read = checkpoint.load(tmp_path)
+    assert read == config == checkpoint.read_config(tmp_path)
+    assert not again.training
+    assert model.state_dict().keys() == again.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        want = tensor.to(dtype or tensor.dtype).float()
+        assert torch.equal(again.state_dict()[name], want), name
+    stored = load_file(tmp_path / "model.safetensors")
+    assert ("head.weight" in stored) != tied
+    assert {t.dtype for t in stored.values()} == {dtype or torch.float32}
+    half, _ = checkpoint.load(tmp_path, dtype=torch.bfloat16)
+    assert half.embedding.weight.dtype == torch.bfloat16
+
+
+def test_a_shared_tensor_is_stored_once(tmp_path: Path) -> None:
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    module["b"].weight = module["a"].weight
+    assert list(checkpoint.own_tensors(module)) == ["a.weight", "a.bias", "b.bias"]
+
+
+def test_files_have_the_hugging_face_shape(folder: Path, tokenizer_json: str) -> None:
+    names = "config.json generation_config.json model.safetensors tokenizer.json"
+    assert sorted(p.name for p in folder.iterdir()) == [*names.split(), "tokenizer_config.json"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "edgelin"
+    assert config["architectures"] == ["EdgelinForCausalLM"]
+    assert config["format"] == 1
+    assert config["hidden_size"] == 16
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
+    assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
+    assert (folder / "tokenizer.json").read_text() == tokenizer_json
+
+
+def test_a_failed_save_leaves_the_old_weights(
+    folder: Path, tokenizer_json: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+
+    def crash(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save_file", crash)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(folder, LanguageModel(_config()), tokenizer_json)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+
+
+def _config_json(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(values))
+
+    return change
+
+
+def _weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return rewrite
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "{f} is no checkpoint: it has no config.json"),
+        (
+            lambda f: (f / "model.safetensors").unlink(),
+            "{f} is no checkpoint: it has no model.safetensors",
+        ),
+        (
+            _config_json(model_type="llama"),
+            "{f}/config.json is of model_type 'llama'; supported is 'edgelin'",
+        ),
+        (
+            _config_json(format=2),
+            "{f}/config.json has format 2, this edgelin reads 1; update edgelin, or convert the "
+            "checkpoint",
+        ),
+        (
+            _config_json(hidden_sise=3),
+            "{f}/config.json has an unknown key 'hidden_sise'; did you mean 'hidden_size'?",
+        ),
+        (
+            _config_json(intermediate_size=20),
+            "{f}/model.safetensors: blocks.0.mlp.gate_up_proj.weight has shape [48, 16], "
+            "config.json makes it [40, 16]; the two files do not belong together",
+        ),
+        (
+            _config_json(vocab_size=256),
+            "{f}/tokenizer.json has 266 tokens, the model's vocab_size is 256; take the "
+            "tokenizer.json that the model was trained with",
+        ),
+        (
+            _weights(lambda t: t.pop("norm.weight")),  # type: ignore[arg-type, return-value]
+            "{f}/model.safetensors lacks norm.weight; config.json does not belong to it",
+        ),
+        (
+            _weights(lambda t: t.update({f"x{i}": torch.zeros(1) for i in range(5)})),
+            "{f}/model.safetensors holds x0, x1, x2 and 2 more, which the model of config.json "
+            "has not; config.json does not belong to it",
+        ),
+    ],
+)
+def test_errors(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(folder)
+    with pytest.raises(EdgelinError) as error:
+        checkpoint.load(folder)
+    assert str(error.value) == message.format(f=folder)
+
+
+@pytest.mark.parametrize("damage", [_cut, lambda f: (f / "model.safetensors").write_bytes(b"")])
+def test_damaged_weights(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    with pytest.raises(EdgelinError, match=r"model\.safetensors is damaged: .*; copy or train it"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"x"', "\udcff"])
+def test_damaged_config(folder: Path, content: str) -> None:
+    (folder / "config.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(EdgelinError, match=r"config\.json (cannot be read|is of model_type None)"):
+        checkpoint.load(folder)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(EdgelinError) as error:
+        checkpoint.read_config(tmp_path / "none")
+    assert str(error.value) == (
+        f"there is no checkpoint folder {tmp_path}/none; `edgelin train` writes one"
+    )
