@@ -105,7 +105,7 @@ def total_decay(prefix, bh, n, T, H, HAS_G: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
                   K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+                  PRECISION: tl.constexpr, INVERSE: tl.constexpr):  # fmt: skip
     """X of one chunk by masked block recursion, and its decay factors."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -124,8 +124,8 @@ def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
     for level in tl.static_range(1, 6):
         same_pair = (i >> (level + 1)) == (j >> (level + 1))
         quarter = tl.where(same_pair & ((i >> level) > (j >> level)), lower, 0.0)
-        step = tl.dot(quarter, x, input_precision="tf32x3")
-        x -= tl.dot(x, step, input_precision="tf32x3")
+        step = tl.dot(quarter, x, input_precision=INVERSE)
+        x -= tl.dot(x, step, input_precision=INVERSE)
     put_tile(inverse, x, row, valid, 0, C, C)
     if HAS_G:
         # summed from the end: the last token of a chunk loses nothing
@@ -200,6 +200,7 @@ class Blocks(NamedTuple):
     state_value: int  # block of state columns that one program carries along
     state_warps: int
     precision: str
+    inverse_precision: str
     stages: int
 
     @classmethod
@@ -218,8 +219,9 @@ class Blocks(NamedTuple):
             value_part=min(value, part),
             state_value=min(value, 32 if full or few or key > 128 else 64),
             state_warps=8 if full and key > 64 else 4,
-            # three tf32 products make a float32 one, on tensor cores; bfloat16 has no choice
-            precision="tf32x3" if full else "tf32",
+            precision="ieee",
+            # three tf32 products on tensor cores are exact enough beside bfloat16 inputs
+            inverse_precision="ieee" if full else "tf32x3",
             stages=1 if full else 2,
         )
 
@@ -271,7 +273,7 @@ def carry(x: Inputs, blocks: Blocks) -> Carried:
     invert_kernel[(batch * heads * chunks,)](
         x.k, x.beta, x.g, inverse, prefix, suffix, time, heads,
         K=key, BK=blocks.key_part, HAS_G=x.has_g, PRECISION=blocks.precision,
-        num_warps=4, num_stages=blocks.stages,
+        INVERSE=blocks.inverse_precision, num_warps=4, num_stages=blocks.stages,
     )  # fmt: skip
     states_kernel[(batch * heads, triton.cdiv(width, blocks.state_value))](
         x.k, x.v, x.beta, inverse, prefix, suffix, x.state, states, writes, final, time, heads,
