@@ -135,7 +135,7 @@ class _Export:
         passes.lower(graph, self.profile)
         outcome = Outcome()
         if recipe is not None:
-            outcome = quantise_graph(graph, recipe, progress=lambda n: _say(f"{key}: {n}"))
+            outcome = quantise_graph(graph, recipe, progress=lambda n: _say(f"{key}: rounding {n}"))
         passes.finish(graph, self.profile)
         contract.stamp(graph, manifest)
         _say(f"writing {key}")
@@ -157,15 +157,17 @@ class _Export:
         reports = {}
         for key, one in built.items():
             got = golden.replay(Bundle(self.folder, variant=key), wanted.ids)
+            own = golden.reference(self.model, one.outcome.rounded)
             reports[key] = VariantReport(
                 bits=one.bits,
                 bytes=sum(record.bytes for record in one.variant.files.values()),
                 nodes=one.nodes,
-                errors=golden.compare(wanted, got),
+                graph=golden.compare(own, got),
+                model=golden.compare(wanted, got),
                 matrices=one.outcome.matrices,
                 measured=measure(self.folder, key),
             )
-        golden.write(self.folder, wanted, {key: found.errors for key, found in reports.items()})
+        golden.write(self.folder, wanted, {key: found.model for key, found in reports.items()})
         sizes = {"float32": 4, "int64": 8}
         return Report(
             bundle=self.folder,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from edgelin.export.rounding import Rounded
 from edgelin.runtimes.session import Bundle
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a graph is from the float64 model on the golden stream.
+    """How far a graph is from a float64 model on the golden stream.
 
     Args:
         logits: Largest difference over the largest logit.
@@ -84,11 +86,19 @@ def token_ids(vocab_size: int) -> npt.NDArray[np.int64]:
     return random.integers(0, vocab_size, sum(PIECES), dtype=np.int64)
 
 
-def reference(model: LanguageModel) -> Stream:
-    """Run the model in float64, in one call from its initial state."""
+def reference(model: LanguageModel, rounded: Mapping[str, Rounded] | None = None) -> Stream:
+    """Run the model in float64, in one call from its initial state.
+
+    Args:
+        model: The model; not changed.
+        rounded: Parameters to replace by their quantised values.
+    """
     exact = copy.deepcopy(model).double().eval()
     ids = token_ids(exact.config.vocab_size)
     with torch.no_grad():
+        for name, matrix in (rounded or {}).items():
+            parameter = exact.get_parameter(name)
+            parameter.copy_(torch.from_numpy(matrix.values(parameter.shape[1])))
         logits, states = exact(torch.from_numpy(ids)[None], exact.initial_state(1, "cpu"))
     return Stream(
         ids,

@@ -63,9 +63,15 @@ RECIPES: dict[str, Recipe | None] = {
 
 @dataclass
 class Outcome:
-    """What became of every matrix: name to its bits and relative error ||W' - W|| / ||W||."""
+    """What became of the matrices.
+
+    Args:
+        matrices: Parameter name to ``bits`` and ``error``, the relative ||W' - W|| / ||W||.
+        rounded: Parameter name to the matrix as it is stored.
+    """
 
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
+    rounded: dict[str, Rounded] = field(default_factory=dict)
 
 
 def quantise(
@@ -112,7 +118,6 @@ class _Work:
         self.model, self.recipe, self.importance = model, recipe, importance
         self.progress = progress
         self.outcome = Outcome()
-        self._rounded: dict[str, Rounded] = {}
 
     def lookup(self, node: ir.Node) -> None:
         """Gather from a float matrix becomes GatherBlockQuantized."""
@@ -187,10 +192,10 @@ class _Work:
 
     def _store(self, name: str, rows: Array, bits: int, *, flat: bool) -> list[ir.Value]:
         """Initializers of a rounded matrix: codes, scales and, if asymmetric, zero points."""
-        if name not in self._rounded:
+        if name not in self.outcome.rounded:
             self.progress(name)
-            self._rounded[name] = self._round(name, rows, bits)
-        rounded = self._rounded[name]
+            self.outcome.rounded[name] = self._round(name, rows, bits)
+        rounded = self.outcome.rounded[name]
         codes = rounded.packed()
         shape, suffix = ((len(codes), -1), "_rows") if flat else (codes.shape, "")
         values = [

@@ -12,6 +12,7 @@ from typing import Any
 from edgelin.errors import EdgelinError
 
 TRUTH = "recurrence in float64"
+TOLERANCE = 1e-4  # of float32 forms, relative
 
 
 @dataclass(frozen=True)

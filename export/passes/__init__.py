@@ -9,12 +9,13 @@ import onnx_ir as ir
 
 from edgelin.export.passes.edit import drop_unused
 from edgelin.export.passes.fold import fold
+from edgelin.export.passes.hoist_reshapes import hoist_reshapes
 from edgelin.export.passes.lower_recurrences import lower_recurrences
 from edgelin.export.passes.norms import decompose_norms, fuse_norms
 from edgelin.export.passes.opset import set_opset
 from edgelin.export.passes.reshapes import clean_reshapes
 from edgelin.export.passes.select_logits import select_logits
-from edgelin.export.passes.silu import fuse_silu
+from edgelin.export.passes.silu import expand_silu, fuse_silu
 from edgelin.export.passes.softplus import simplify_softplus
 from edgelin.export.passes.tied_head import fuse_tied_head, plain_tied_head
 from edgelin.export.profiles import Profile
@@ -27,12 +28,15 @@ def lower(model: ir.Model, profile: Profile) -> None:
     select_logits(model)
     lower_recurrences(model, profile.form)
     fold(model)
+    fuse_silu(model)
     clean_reshapes(model)
+    hoist_reshapes(model)
     if profile.vendor_ops:
         fuse_norms(model)
-        fuse_silu(model)
-    elif profile.opset < 23:
-        decompose_norms(model)
+    else:
+        expand_silu(model)
+        if profile.opset < 23:
+            decompose_norms(model)
     model.graph.sort()
 
 

@@ -1,4 +1,7 @@
-"""``x * Sigmoid(x)`` becomes com.microsoft QuickGelu with alpha 1: one node instead of two."""
+"""``x * Sigmoid(x)`` as one com.microsoft QuickGelu with alpha 1, and back.
+
+The passes between see one elementwise node; profiles without vendor operators expand it again.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +24,13 @@ def fuse_silu(model: ir.Model) -> bool:
                 changed = True
                 break
     return drop_unused(model) or changed
+
+
+def expand_silu(model: ir.Model) -> bool:
+    """Write every QuickGelu of :func:`fuse_silu` as Sigmoid and Mul."""
+    fused = [n for n in model.graph if n.op_type == "QuickGelu" and n.domain == "com.microsoft"]
+    for node in fused:
+        sigmoid = ir.node("Sigmoid", [node.inputs[0]])
+        product = ir.node("Mul", [node.inputs[0], sigmoid.outputs[0]])
+        replace(model, node, [sigmoid, product], product.outputs)
+    return bool(fused)
