@@ -1,0 +1,338 @@
+"""Triton kernels of the diagonal recurrence, forward: a scan over segments of time.
+
+``_segment`` runs every segment from a zero state and keeps its last state and the product of its
+transitions; ``_scan`` turns these into the state before each segment; ``_outputs`` runs all
+segments again from there. A program holds ``[BN, BD]`` states of BD channels in registers, channels
+along the lanes, and walks through its segment token by token.
+
+Inside the kernels weights and states are planes (real, or re and im) with channels last:
+``[P, N, D]`` where they are constant, ``[B, T, P, N, D or 1]`` where they are selective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from edgelin.recurrences import MIN_LOG_DECAY
+
+CONSTANT, SHARED, EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# A short segment fills the GPU, a long one passes fewer states: the short one for little work.
+SEGMENTS = (64, 256)
+PROGRAMS = 4096
+
+
+@triton.jit
+def _place(item, D, NS, BD: tl.constexpr):
+    """Channel block, segment and batch row of a piece of work."""
+    blocks = tl.cdiv(D, BD)
+    rest = item // blocks
+    return item % blocks, rest % NS, rest // NS
+
+
+@triton.jit
+def _load(p, row, plane, n, d, N, D, P: tl.constexpr, MODE: tl.constexpr):
+    """One plane of a weight at a token ``[BN, BD]``, ``[BN, 1]`` where channels share it."""
+    if MODE == CONSTANT:
+        value = tl.load(p + (plane * N + n) * D + d, mask=(n < N) & (d < D), other=0.0)
+    elif MODE == SHARED:
+        value = tl.load(p + (row * P + plane) * N + n, mask=n < N, other=0.0)
+    else:
+        value = tl.load(p + ((row * P + plane) * N + n) * D + d, mask=(n < N) & (d < D), other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _segment(
+    x, a, b, ends, products, T, D, N, NS,
+    P: tl.constexpr, AM: tl.constexpr, BM: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Last state of a segment that starts from zero, and the product of its transitions."""
+    i_d, i_s, i_b = _place(tl.program_id(0), D, NS, BD)
+    n = tl.arange(0, BN)[:, None]
+    d = (i_d * BD + tl.arange(0, BD))[None, :]
+    live = (n < N) & (d < D)
+    first = i_b.to(tl.int64) * T + i_s * S
+    h_r = tl.zeros([BN, BD], dtype=tl.float32)
+    p_r = tl.zeros([BN, BD], dtype=tl.float32) + 1.0
+    if P == 2:
+        h_i = tl.zeros([BN, BD], dtype=tl.float32)
+        p_i = tl.zeros([BN, BD], dtype=tl.float32)
+    if AM == CONSTANT:
+        a_r = _load(a, first, 0, n, d, N, D, P, AM)
+        if P == 2:
+            a_i = _load(a, first, 1, n, d, N, D, P, AM)
+    if BM == CONSTANT:
+        b_r = _load(b, first, 0, n, d, N, D, P, BM)
+        if P == 2:
+            b_i = _load(b, first, 1, n, d, N, D, P, BM)
+    for i in range(0, tl.minimum(S, T - i_s * S)):
+        row = first + i
+        v = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+        if AM != CONSTANT:
+            a_r = _load(a, row, 0, n, d, N, D, P, AM)
+            if P == 2:
+                a_i = _load(a, row, 1, n, d, N, D, P, AM)
+        if BM != CONSTANT:
+            b_r = _load(b, row, 0, n, d, N, D, P, BM)
+            if P == 2:
+                b_i = _load(b, row, 1, n, d, N, D, P, BM)
+        if P == 2:
+            h_r, h_i = a_r * h_r - a_i * h_i + b_r * v, a_r * h_i + a_i * h_r + b_i * v
+            p_r, p_i = a_r * p_r - a_i * p_i, a_r * p_i + a_i * p_r
+        else:
+            h_r = a_r * h_r + b_r * v
+            p_r = a_r * p_r
+    at = (i_b.to(tl.int64) * NS + i_s) * P * N * D + n * D + d
+    tl.store(ends + at, h_r, mask=live)
+    tl.store(products + at, p_r, mask=live)
+    if P == 2:
+        tl.store(ends + at + N * D, h_i, mask=live)
+        tl.store(products + at + N * D, p_i, mask=live)
+
+
+@triton.jit
+def _scan(
+    initial, ends, products, starts, NS, SIZE,
+    P: tl.constexpr, REV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """State before every segment; with REV after it, going back through conjugate products."""
+    i_e, i_b = tl.program_id(0), tl.program_id(1)
+    e = i_e * BLOCK + tl.arange(0, BLOCK)
+    live = e < SIZE
+    h_r = tl.load(initial + i_b.to(tl.int64) * P * SIZE + e, mask=live, other=0.0)
+    if P == 2:
+        h_i = tl.load(initial + (i_b.to(tl.int64) * P + 1) * SIZE + e, mask=live, other=0.0)
+    for j in range(0, NS):
+        i = j
+        if REV:
+            i = NS - 1 - j
+        at = (i_b.to(tl.int64) * NS + i) * P * SIZE + e
+        tl.store(starts + at, h_r, mask=live)
+        e_r = tl.load(ends + at, mask=live, other=0.0)
+        p_r = tl.load(products + at, mask=live, other=0.0)
+        if P == 2:
+            tl.store(starts + at + SIZE, h_i, mask=live)
+            e_i = tl.load(ends + at + SIZE, mask=live, other=0.0)
+            p_i = tl.load(products + at + SIZE, mask=live, other=0.0)
+            if REV:
+                p_i = -p_i
+            h_r, h_i = p_r * h_r - p_i * h_i + e_r, p_r * h_i + p_i * h_r + e_i
+        else:
+            h_r = p_r * h_r + e_r
+
+
+@triton.jit
+def _outputs(
+    x, a, b, c, starts, y, after, T, D, N, NS,
+    P: tl.constexpr, AM: tl.constexpr, BM: tl.constexpr, CM: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """y of a segment from the state before it; the last segment writes the final state."""
+    i_d, i_s, i_b = _place(tl.program_id(0), D, NS, BD)
+    n = tl.arange(0, BN)[:, None]
+    d_line = i_d * BD + tl.arange(0, BD)
+    d = d_line[None, :]
+    live = (n < N) & (d < D)
+    first = i_b.to(tl.int64) * T + i_s * S
+    at = (i_b.to(tl.int64) * NS + i_s) * P * N * D + n * D + d
+    h_r = tl.load(starts + at, mask=live, other=0.0)
+    if P == 2:
+        h_i = tl.load(starts + at + N * D, mask=live, other=0.0)
+    if AM == CONSTANT:
+        a_r = _load(a, first, 0, n, d, N, D, P, AM)
+        if P == 2:
+            a_i = _load(a, first, 1, n, d, N, D, P, AM)
+    if BM == CONSTANT:
+        b_r = _load(b, first, 0, n, d, N, D, P, BM)
+        if P == 2:
+            b_i = _load(b, first, 1, n, d, N, D, P, BM)
+    if CM == CONSTANT:
+        c_r = _load(c, first, 0, n, d, N, D, P, CM)
+        if P == 2:
+            c_i = _load(c, first, 1, n, d, N, D, P, CM)
+    for i in range(0, tl.minimum(S, T - i_s * S)):
+        row = first + i
+        v = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+        if AM != CONSTANT:
+            a_r = _load(a, row, 0, n, d, N, D, P, AM)
+            if P == 2:
+                a_i = _load(a, row, 1, n, d, N, D, P, AM)
+        if BM != CONSTANT:
+            b_r = _load(b, row, 0, n, d, N, D, P, BM)
+            if P == 2:
+                b_i = _load(b, row, 1, n, d, N, D, P, BM)
+        if CM != CONSTANT:
+            c_r = _load(c, row, 0, n, d, N, D, P, CM)
+            if P == 2:
+                c_i = _load(c, row, 1, n, d, N, D, P, CM)
+        if P == 2:
+            h_r, h_i = a_r * h_r - a_i * h_i + b_r * v, a_r * h_i + a_i * h_r + b_i * v
+            out = tl.sum(c_r * h_r - c_i * h_i, axis=0)
+        else:
+            h_r = a_r * h_r + b_r * v
+            out = tl.sum(c_r * h_r, axis=0)
+        tl.store(y + row * D + d_line, out.to(y.dtype.element_ty), mask=d_line < D)
+    if i_s == NS - 1:
+        at = i_b.to(tl.int64) * P * N * D + n * D + d
+        tl.store(after + at, h_r, mask=live)
+        if P == 2:
+            tl.store(after + at + N * D, h_i, mask=live)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs as the kernels take them, and the sizes.
+
+    Args:
+        x: ``[B, T, D]``.
+        weights: Λ, b and c in planes.
+        modes: CONSTANT, SHARED or EACH for Λ, b and c.
+        state: ``[B, P, N, D]`` float32.
+        segment: Tokens of a segment.
+        block: Channels of a program.
+    """
+
+    x: Tensor
+    weights: tuple[Tensor, Tensor, Tensor]
+    modes: tuple[int, int, int]
+    state: Tensor
+    segment: int
+    block: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """T, D, N and the number of segments."""
+        time, channels = self.x.shape[1:]
+        return time, channels, self.state.shape[2], triton.cdiv(time, self.segment)
+
+    @property
+    def planes(self) -> int:
+        """1 for real, 2 for complex weights."""
+        return self.state.shape[1]
+
+    @property
+    def blocks(self) -> int:
+        """Channel blocks."""
+        return int(triton.cdiv(self.x.shape[2], self.block))
+
+    @property
+    def programs(self) -> int:
+        """Channel blocks of all segments of all rows."""
+        return self.blocks * self.sizes[3] * self.x.shape[0]
+
+    def tile(self, states_a_thread: int) -> dict[str, int]:
+        """Launch arguments that fix the tile of a program."""
+        rows = triton.next_power_of_2(self.state.shape[2])
+        elements = rows * self.block * self.planes
+        warps = max(1, self.block // 32, elements // (32 * states_a_thread))
+        return {
+            "S": self.segment, "BN": rows, "BD": self.block, "num_warps": min(warps, 8),
+        }  # fmt: skip
+
+
+def prepare(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    g: Tensor,
+    theta: Tensor | None,
+    state: Tensor,
+    *,
+    elements: int = 512,
+) -> Problem:
+    """Lay the inputs out in planes and choose the tile: about ``elements`` states a program."""
+    transition = g.float().clamp(min=MIN_LOG_DECAY).exp()
+    if theta is not None:
+        angle = theta.float()
+        transition = torch.stack([transition * angle.cos(), transition * angle.sin()], dim=-1)
+    weights = (transition, b, c)
+    channels, size = state.shape[1:3]
+    rows = triton.next_power_of_2(size)
+    block = min(max(elements // rows, 16), 128, triton.next_power_of_2(channels))
+    work = x.shape[0] * triton.cdiv(channels, block) * triton.cdiv(x.shape[1], SEGMENTS[1])
+    initial = planar(state.float(), 1)
+    return Problem(
+        x.contiguous(),
+        tuple(planar(v, _lead(v)) for v in weights),  # type: ignore[arg-type]
+        tuple(_mode(v, channels) for v in weights),  # type: ignore[arg-type]
+        initial if theta is not None else initial[:, None],
+        SEGMENTS[0] if work < PROGRAMS else SEGMENTS[1],
+        block,
+    )
+
+
+def _lead(weights: Tensor) -> int:
+    """Axes before the channels: batch and time where the weights are selective."""
+    return 2 if weights.dim() > 3 else 0
+
+
+def _mode(weights: Tensor, channels: int) -> int:
+    """How the weights vary."""
+    if weights.dim() <= 3:
+        return CONSTANT.value
+    return EACH.value if weights.shape[2] == channels else SHARED.value
+
+
+def planar(v: Tensor, lead: int) -> Tensor:
+    """Reverse the axes after ``lead``: ``[D, N, 2]`` to ``[2, N, D]`` and back; contiguous."""
+    return v.permute(*range(lead), *reversed(range(lead, v.dim()))).contiguous()
+
+
+def forward(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence; shapes as in :func:`edgelin.recurrences.diagonal.diagonal`.
+
+    Args:
+        x: float32 or bfloat16.
+        b: float32 or bfloat16.
+        c: float32 or bfloat16.
+        g: float32.
+        theta: float32 or None.
+        state: float32.
+
+    Returns:
+        ``y`` in the dtype of ``x`` and the final state, float32.
+    """
+    problem = prepare(x, b, c, g, theta, state)
+    starts = problem.state[:, None]
+    if problem.sizes[3] > 1:
+        ends, products = segments(problem)
+        starts = scan(problem.state, ends, products, reverse=False)
+    y, after = torch.empty_like(problem.x), torch.empty_like(problem.state)
+    _outputs[(problem.programs,)](
+        problem.x, *problem.weights, starts.contiguous(), y, after, *problem.sizes,
+        P=problem.planes, AM=problem.modes[0], BM=problem.modes[1], CM=problem.modes[2],
+        **problem.tile(32),
+    )  # fmt: skip
+    return y, planar(after if theta is not None else after[:, 0], 1)
+
+
+def segments(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Last state and product of transitions of every segment, ``[B, NS, P, N, D]``."""
+    batch, *rest = problem.state.shape
+    ends = problem.state.new_empty(batch, problem.sizes[3], *rest)
+    products = torch.empty_like(ends)
+    _segment[(problem.programs,)](
+        problem.x, *problem.weights[:2], ends, products, *problem.sizes,
+        P=problem.planes, AM=problem.modes[0], BM=problem.modes[1], **problem.tile(32),
+    )  # fmt: skip
+    return ends, products
+
+
+def scan(initial: Tensor, ends: Tensor, products: Tensor, *, reverse: bool) -> Tensor:
+    """State ``[B, NS, P, N, D]`` that enters every segment, from the first or the last one on."""
+    batch, count, planes, states, channels = ends.shape
+    size, block = states * channels, 128
+    starts = torch.empty_like(ends)
+    _scan[(triton.cdiv(size, block), batch)](
+        initial, ends, products, starts, count, size, P=planes, REV=reverse, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return starts
