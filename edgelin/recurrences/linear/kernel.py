@@ -397,7 +397,7 @@ def attend(
 
 def _segments(time: int, programs: int) -> int:
     """How many segments fill the GPU, when each has at least SEGMENT tokens."""
-    return max(1, min(time // SEGMENT, triton.cdiv(PROGRAMS, programs)))
+    return max(1, min(time // SEGMENT, -(-PROGRAMS // programs)))
 
 
 def _states(
