@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from edgelin.errors import EdgelinError
+from edgelin.export.verify_report import TOLERANCE
 
 
 @click.command(name="verify")
@@ -22,7 +23,7 @@ from edgelin.errors import EdgelinError
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0, min_open=True),
-    default=1e-3,
+    default=TOLERANCE,
     show_default=True,
     help="Largest relative error of a float form, at any position of any tensor.",
 )
