@@ -17,8 +17,9 @@ State = NDArray[np.float32] | NDArray[np.int64]
 class Buffers:
     """State tensors of one stream and the IOBinding that reads and writes them.
 
-    In place, every state has one array that is bound as input and as output. Otherwise there are
-    two sets of arrays that take turns. The arrays never move, so they are bound only once.
+    Two sets of arrays take turns as input and output. In place, both sets share the float32 arrays;
+    integer states (the position) are small and read by many nodes, some of them after the new value
+    is written, so they always take turns. The arrays never move, so they are bound only once.
 
     Args:
         session: Session of the graph.
@@ -38,15 +39,15 @@ class Buffers:
         self._session = session
         self._manifest = manifest
         self._batch = batch
-        self._sets = [[initial_state(spec, batch) for spec in manifest.states]]
-        if not in_place:
-            self._sets.append([array.copy() for array in self._sets[0]])
+        first = [initial_state(spec, batch) for spec in manifest.states]
+        second = [a if in_place and a.dtype == np.float32 else a.copy() for a in first]
+        self._sets = [first, second]
         self._ids = np.zeros(batch * manifest.chunk, np.int64)
         self._keep = np.array([1], np.int64)
         self._logits = np.zeros(batch * manifest.vocab_size, np.float32)
         self._turn = 0
-        self._bindings = [self._bind(turn) for turn in range(len(self._sets))]
-        self._bound: list[tuple[int, bool] | None] = [None] * len(self._bindings)
+        self._bindings = [self._bind(0), self._bind(1)]
+        self._bound: list[tuple[int, bool] | None] = [None, None]
 
     @property
     def states(self) -> list[State]:
@@ -64,7 +65,7 @@ class Buffers:
         size = batch * kept * self._manifest.vocab_size
         if size > self._logits.size:
             self._logits = np.zeros(size, np.float32)
-            self._bound = [None] * len(self._bindings)
+            self._bound = [None, None]
         self._ids[: ids.size] = ids.reshape(-1)
         self._keep[0] = 0 if all_logits else 1
         binding = self._bindings[self._turn]
@@ -72,13 +73,13 @@ class Buffers:
             self._bind_call(binding, time, kept)
             self._bound[self._turn] = (time, all_logits)
         self._session.run_with_iobinding(binding)
-        self._turn = (self._turn + 1) % len(self._sets)
+        self._turn = 1 - self._turn
         return self._logits[:size].reshape(batch, kept, self._manifest.vocab_size)
 
     def _bind(self, turn: int) -> onnxruntime.IOBinding:
         """Bind the tensors whose shape never changes."""
         binding = self._session.io_binding()
-        targets = self._sets[(turn + 1) % len(self._sets)]
+        targets = self._sets[1 - turn]
         for spec, source, target in zip(
             self._manifest.states, self._sets[turn], targets, strict=True
         ):

@@ -102,7 +102,7 @@ def open_session(graph: Path, threads: int) -> onnxruntime.InferenceSession:
 
 
 def in_place_works(session: onnxruntime.InferenceSession, manifest: Manifest) -> bool:
-    """Whether each state may be read and written in one buffer.
+    """Whether each float32 state may be read and written in one buffer.
 
     No operator promises that, so two calls with one token and one with a whole chunk are made from
     random states both ways; only if every bit agrees are the states updated in place, which
