@@ -65,7 +65,7 @@ def golden() -> dict[str, np.ndarray]:
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model in all three variants."""
     out = tmp_path_factory.mktemp("golden") / "bundle"
-    export_checkpoint(CHECKPOINT, out, quantize=("none", "int8", "int4"), profile="fused")
+    export_checkpoint(CHECKPOINT, out, quantise=("none", "int8", "int4"))
     return out
 
 
