@@ -132,7 +132,10 @@ class Trainer:
             f"{self.model.num_parameters():,} parameters, {len(self._corpus.train):,} tokens, "
             f"{self._order.steps_per_epoch} steps an epoch, on {self._device}"
         )
-        self._started = time.perf_counter() - self._elapsed
+        self._start_clock()
+        if self._device.type == "cuda" and not self._done():
+            self._warm_up()
+            self._start_clock()
         self._meter = _Meter(self._tokens_per_step())
         measured = saved = -1
         with self._bar() as bar:
@@ -163,21 +166,34 @@ class Trainer:
         self._log.write(step=self.step, streamed_bits_per_byte=score)
         return score
 
-    def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimizer step; gives loss and gradient norm without waiting for the device."""
-        config, optim = self.config, self.config.optim
+    def _warm_up(self) -> None:
+        """Compile all kernels before the clock runs, by a step that changes nothing."""
+        tell("compiling kernels")
+        self._gradients()
+        self._optimizer.zero_grad()
+        torch.cuda.synchronize()
+
+    def _gradients(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss of the next step, its gradients left in the parameters, and the states after it."""
+        config = self.config
         # Dropout is a pure function of (seed, step), so that no random state need be saved.
         torch.manual_seed((config.seed << 32) + self.step + 1)
         inputs, targets = self._order.batch(self.step)
         state = None
         if config.data.carry_state:
-            if self._state is None or self._order.begins(self.step):
-                self._state = self.model.initial_state(optim.batch_size, self._device)
             state = self._state
+            if state is None or self._order.begins(self.step):
+                state = self.model.initial_state(config.optim.batch_size, self._device)
         with self._autocast():
             hidden, after = self._hidden(inputs, state)
             loss = cross_entropy(hidden, self.model.head_weight, targets, compiled=self._compiled)
         loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), {name: value.detach() for name, value in after.items()}
+
+    def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step; gives loss and gradient norm without waiting for the device."""
+        optim = self.config.optim
+        loss, after = self._gradients()
         limit = optim.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self._rate = learning_rate(optim, self.step, self._seconds())
@@ -185,10 +201,10 @@ class Trainer:
             group["lr"] = self._rate
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if config.data.carry_state:
-            self._state = {name: value.detach() for name, value in after.items()}
+        if self.config.data.carry_state:
+            self._state = after
         self.step += 1
-        return loss.detach(), norm.detach()
+        return loss, norm.detach()
 
     def _report(self, bar: Any) -> None:
         """Log the steps since the last report and move the bar."""
@@ -278,6 +294,9 @@ class Trainer:
         return torch.autocast(
             self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"
         )
+
+    def _start_clock(self) -> None:
+        self._started = time.perf_counter() - self._elapsed
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._started
