@@ -137,7 +137,8 @@ def _powers(
 ) -> ir.Value:
     """Λ^l ``[D, chunk + 1, N]``, complex ``[D, chunk + 1, 2 N]`` with (re, im) side by side.
 
-    In float64: the angle l theta reaches hundreds of turns, of which float32 keeps four digits.
+    In float64: the angle l theta reaches hundreds of turns, of which float32 keeps four digits. Cos
+    and Sin then are float32, because onnxruntime < 1.32 has no others.
     """
     op, double, single = graph.op, ir.DataType.DOUBLE, ir.DataType.FLOAT
     steps = graph.const(np.arange(graph.chunk + 1).reshape(-1, 1), np.float64)
@@ -149,13 +150,15 @@ def _powers(
     magnitude = op("Exp", [times_steps(_clamped(graph, g))])
     if theta is None:
         return op("Cast", [magnitude], to=single)  # type: ignore[no-any-return]
-    angle = times_steps(theta)
+    turn = graph.const(2 * np.pi, np.float64)
+    angle = op("Cast", [op("Mod", [times_steps(theta), turn], fmod=1)], to=single)
+    magnitude = op("Cast", [magnitude], to=single)
     planes = [
-        op("Unsqueeze", [op("Mul", [magnitude, op(turn, [angle])]), graph.ints(3)])
-        for turn in ("Cos", "Sin")
+        op("Unsqueeze", [op("Mul", [magnitude, op(part, [angle])]), graph.ints(3)])
+        for part in ("Cos", "Sin")
     ]
-    pairs = op("Reshape", [op("Concat", planes, axis=3), graph.ints(channels, -1, width)])
-    return op("Cast", [pairs], to=single)  # type: ignore[no-any-return]
+    pairs = op("Concat", planes, axis=3)
+    return op("Reshape", [pairs, graph.ints(channels, -1, width)])  # type: ignore[no-any-return]
 
 
 def _constant(
