@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from edgelin.recurrences.exporting import is_exporting
+
 ACTIVATIONS = (None, "silu")
 
 
@@ -44,7 +46,7 @@ def short_convolution(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {ACTIVATIONS}")
-    if torch.compiler.is_exporting():
+    if is_exporting():
         result: tuple[Tensor, Tensor] = torch.ops.edgelin.short_convolution(
             x, weight, bias, state, activation or "none"
         )
