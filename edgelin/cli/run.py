@@ -98,6 +98,6 @@ def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
 
 
 def _emit(piece: str) -> None:
-    """Print a piece of text at once."""
+    """Print a piece of text at once; into a pipe or file as UTF-8, whatever the locale is."""
     if piece:
-        click.echo(piece, nl=False)
+        click.echo(piece if sys.stdout.isatty() else piece.encode(), nl=False)

@@ -19,6 +19,8 @@ from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.stream import Stream
 from edgelin.runtimes.text import TextCodec
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
 
 class Bundle:
     """A checked bundle with one onnxruntime session; makes any number of streams.
@@ -67,7 +69,7 @@ def default_threads() -> int:
     """Physical cores that this process may use (hyper-threads only fight for the same units)."""
     physical = psutil.cpu_count(logical=False) or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return max(1, min(physical, allowed))
+    return max(1, min(physical, allowed, _container_cores() or physical))
 
 
 def version_problem(manifest: Manifest) -> str | None:
@@ -142,6 +144,15 @@ def _check_metadata(session: onnxruntime.InferenceSession, manifest: Manifest, g
             f"{graph} does not carry the contract of edgelin.json in its metadata; "
             "the files are of different exports: export the bundle again"
         )
+
+
+def _container_cores() -> int | None:
+    """Whole cores of a container's CPU quota; more spinning threads would stall each other."""
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -290,3 +290,15 @@ def test_wrong_arguments(tiny: Any, bundle: Bundle) -> None:
 def test_variant_is_taken(tiny: Any) -> None:
     assert edgelin.load(tiny.path).variant == "model"
     assert edgelin.load(tiny.path, variant="model_q8").variant == "model_q8"
+
+
+def test_threads_follow_cores_affinity_and_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(sessions.psutil, "cpu_count", lambda logical: 6)
+    monkeypatch.setattr(sessions.os, "sched_getaffinity", lambda pid: set(range(5)), raising=False)
+    assert sessions.default_threads() == 5
+    for quota, threads in [("max 100000", 5), ("350000 100000", 3), ("50000 100000", 1)]:
+        (tmp_path / "cpu.max").write_text(quota)
+        assert sessions.default_threads() == threads
