@@ -191,6 +191,95 @@ def test_wrong_ranks_are_refused() -> None:
         diagonal(**(made | {"b": made["b"][0]}))
 
 
+# ---- kernels
+
+
+def check_kernels(
+    made: dict[str, Tensor | None], device: str, tolerance: float, **dtypes: torch.dtype
+) -> None:
+    """Compare outputs and gradients of the kernels with autograd through the float64 loop."""
+    from edgelin.recurrences.diagonal import kernel, kernel_backward
+
+    given = to(made, torch.float32, device)
+    given |= {n: given[n].to(dtype) for n, dtype in dtypes.items()}
+    expected = with_gradients(reference.forward, to(given, torch.float64))
+    generator = torch.Generator().manual_seed(1)
+    y, state = kernel.forward(**given)
+    dy, dstate = (
+        torch.randn(v.shape, generator=generator, dtype=torch.float64).to(device, v.dtype)
+        for v in (y, state)
+    )
+    grads = kernel_backward.backward(*given.values(), dy, dstate)
+    got = [y, state, *(v for n, v in zip(NAMES, grads, strict=True) if given[n] is not None)]
+    likes = [given["x"], given["state"], *(v for v in given.values() if v is not None)]
+    for name, e, s, like in zip(named(made), expected, got, likes, strict=True):
+        assert s.dtype == like.dtype and s.shape == like.shape and s.is_contiguous()
+        assert error(s, e) < tolerance, name
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several segments, and several a program, at lengths that the interpreter can take."""
+    from edgelin.recurrences.diagonal import kernel, kernel_backward
+
+    for name, value in {"SEGMENT": 4, "LONG_SEGMENT": 4}.items():
+        monkeypatch.setattr(kernel, name, value)
+    monkeypatch.setattr(kernel_backward, "SEGMENT", 4)
+    monkeypatch.setattr(kernel_backward, "PROGRAMS", 2)
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("is_complex", [False, True])
+@pytest.mark.parametrize("modes", MODES)
+def test_kernels(modes: tuple[str, ...], is_complex: bool, device: str) -> None:
+    made = inputs(10, modes, is_complex=is_complex, batch=1, channels=3, size=3)
+    check_kernels(made, device, 5e-6)
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("kind", HARD)
+def test_kernels_at_hard_inputs(kind: str, device: str) -> None:
+    made = inputs(6, ("each", "shared", "constant"), is_complex=True, batch=1, channels=2)
+    check_kernels(hard(kind, made), device, 5e-6)
+
+
+def test_kernels_one_token_of_bfloat16(device: str) -> None:
+    made = inputs(1, SELECTIVE, is_complex=True, batch=3)
+    check_kernels(made, device, 1e-2, x=torch.bfloat16, b=torch.bfloat16, c=torch.bfloat16)
+
+
+def test_kernels_over_several_channel_blocks(device: str) -> None:
+    from edgelin.recurrences.diagonal import kernel
+
+    assert kernel.prepare(  # 17 channels of 32 states: two blocks, the second ragged
+        **to(inputs(2, SELECTIVE, is_complex=False, channels=17, size=32), torch.float32),
+        elements=512,
+        longest=kernel.SEGMENT,
+    ).blocks == 2  # fmt: skip
+    check_kernels(inputs(2, SELECTIVE, is_complex=False, channels=17, size=32), device, 5e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_complex", [False, True])
+@pytest.mark.parametrize(
+    "channels, size, modes",
+    [
+        (130, 1, ("each", "each", "constant")),
+        (96, 16, CONSTANT),
+        (96, 16, SELECTIVE),
+        (40, 64, ("shared", "each", "constant")),
+        (24, 128, CONSTANT),
+    ],
+)
+def test_kernels_at_real_sizes(
+    channels: int, size: int, modes: tuple[str, ...], is_complex: bool
+) -> None:
+    for time in (1, 63, 64, 65, 300):
+        made = inputs(time, modes, is_complex=is_complex, batch=3, channels=channels, size=size)
+        check_kernels(made, "cuda", 2e-5)
+    check_kernels(made, "cuda", 2e-2, x=torch.bfloat16)
+
+
 # ---- ONNX
 
 

@@ -37,7 +37,7 @@ def forward(
     Returns:
         ``y`` ``[B, T, D]`` in the dtype of ``x`` and the final state in the dtype of ``state``.
     """
-    step = _time_invariant if _is_constant(b, c, g, theta) else _scan
+    step: Step = _time_invariant if _is_constant(b, c, g, theta) else _scan
     outputs, h = [], state
     for span in _spans(x.shape[1], step is _time_invariant):
         y, h = step(*_cut(span, x, b, c, g, theta), h)

@@ -21,9 +21,9 @@ from torch import Tensor
 from edgelin.recurrences import MIN_LOG_DECAY
 
 CONSTANT, SHARED, EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# A short segment fills the GPU, a long one passes fewer states: the short one for little work.
-SEGMENTS = (64, 256)
-PROGRAMS = 4096
+SEGMENT = 64  # tokens of a segment
+LONG_SEGMENT = 256  # passes fewer states, where the programs are enough to fill a GPU
+PROGRAMS = 4096  # that fill it
 
 
 @triton.jit
@@ -99,32 +99,55 @@ def _segment(
 @triton.jit
 def _scan(
     initial, ends, products, starts, NS, SIZE,
-    P: tl.constexpr, REV: tl.constexpr, BLOCK: tl.constexpr,
+    P: tl.constexpr, REV: tl.constexpr, BU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """State before every segment; with REV after it, going back through conjugate products."""
+    """State before every segment; with REV after it, going back through conjugate products.
+
+    BU segments are loaded together, so that their loads wait for memory at the same time; a row of
+    such a tile lies in the registers of one thread, and picking it costs no traffic.
+    """
     i_e, i_b = tl.program_id(0), tl.program_id(1)
-    e = i_e * BLOCK + tl.arange(0, BLOCK)
-    live = e < SIZE
-    h_r = tl.load(initial + i_b.to(tl.int64) * P * SIZE + e, mask=live, other=0.0)
+    line = i_e * BLOCK + tl.arange(0, BLOCK)
+    u = tl.arange(0, BU)[:, None]
+    h_r = tl.load(initial + i_b.to(tl.int64) * P * SIZE + line, mask=line < SIZE, other=0.0)
     if P == 2:
-        h_i = tl.load(initial + (i_b.to(tl.int64) * P + 1) * SIZE + e, mask=live, other=0.0)
-    for j in range(0, NS):
-        i = j
+        second = initial + (i_b.to(tl.int64) * P + 1) * SIZE
+        h_i = tl.load(second + line, mask=line < SIZE, other=0.0)
+    for j in range(0, tl.cdiv(NS, BU)):
+        i = j * BU + u
+        live = (i < NS) & (line < SIZE)[None, :]
         if REV:
-            i = NS - 1 - j
-        at = (i_b.to(tl.int64) * NS + i) * P * SIZE + e
-        tl.store(starts + at, h_r, mask=live)
+            i = NS - 1 - i
+        at = (i_b.to(tl.int64) * NS + i) * P * SIZE + line[None, :]
         e_r = tl.load(ends + at, mask=live, other=0.0)
         p_r = tl.load(products + at, mask=live, other=0.0)
+        s_r = tl.zeros([BU, BLOCK], dtype=tl.float32)
         if P == 2:
-            tl.store(starts + at + SIZE, h_i, mask=live)
             e_i = tl.load(ends + at + SIZE, mask=live, other=0.0)
             p_i = tl.load(products + at + SIZE, mask=live, other=0.0)
             if REV:
                 p_i = -p_i
-            h_r, h_i = p_r * h_r - p_i * h_i + e_r, p_r * h_i + p_i * h_r + e_i
-        else:
-            h_r = p_r * h_r + e_r
+            s_i = tl.zeros([BU, BLOCK], dtype=tl.float32)
+        for row in tl.static_range(BU):
+            s_r = tl.where(u == row, h_r[None, :], s_r)
+            q_r = _pick(p_r, u == row)
+            if P == 2:
+                s_i = tl.where(u == row, h_i[None, :], s_i)
+                q_i = _pick(p_i, u == row)
+                h_r, h_i = q_r * h_r - q_i * h_i, q_r * h_i + q_i * h_r
+                h_i += _pick(e_i, u == row)
+            else:
+                h_r = q_r * h_r
+            h_r += _pick(e_r, u == row)
+        tl.store(starts + at, s_r, mask=live)
+        if P == 2:
+            tl.store(starts + at + SIZE, s_i, mask=live)
+
+
+@triton.jit
+def _pick(tile, row):
+    """The row of a tile at which the mask ``row`` holds."""
+    return tl.sum(tl.where(row, tile, 0.0), axis=0)
 
 
 @triton.jit
@@ -244,25 +267,26 @@ def prepare(
     theta: Tensor | None,
     state: Tensor,
     *,
-    elements: int = 512,
+    elements: int,
+    longest: int,
 ) -> Problem:
-    """Lay the inputs out in planes and choose the tile: about ``elements`` states a program."""
+    """Lay the inputs out in planes; about ``elements`` states a program, ``longest`` segments."""
     transition = g.float().clamp(min=MIN_LOG_DECAY).exp()
     if theta is not None:
         angle = theta.float()
         transition = torch.stack([transition * angle.cos(), transition * angle.sin()], dim=-1)
-    weights = (transition, b, c)
+    weights = [transition, b, c]
     channels, size = state.shape[1:3]
     rows = triton.next_power_of_2(size)
     block = min(max(elements // rows, 16), 128, triton.next_power_of_2(channels))
-    work = x.shape[0] * triton.cdiv(channels, block) * triton.cdiv(x.shape[1], SEGMENTS[1])
+    work = x.shape[0] * triton.cdiv(channels, block) * triton.cdiv(x.shape[1], longest)
     initial = planar(state.float(), 1)
     return Problem(
         x.contiguous(),
         tuple(planar(v, _lead(v)) for v in weights),  # type: ignore[arg-type]
         tuple(_mode(v, channels) for v in weights),  # type: ignore[arg-type]
         initial if theta is not None else initial[:, None],
-        SEGMENTS[0] if work < PROGRAMS else SEGMENTS[1],
+        min(SEGMENT, longest) if work < PROGRAMS else longest,
         block,
     )
 
@@ -275,8 +299,8 @@ def _lead(weights: Tensor) -> int:
 def _mode(weights: Tensor, channels: int) -> int:
     """How the weights vary."""
     if weights.dim() <= 3:
-        return CONSTANT.value
-    return EACH.value if weights.shape[2] == channels else SHARED.value
+        return int(CONSTANT.value)
+    return int(EACH.value if weights.shape[2] == channels else SHARED.value)
 
 
 def planar(v: Tensor, lead: int) -> Tensor:
@@ -300,7 +324,7 @@ def forward(
     Returns:
         ``y`` in the dtype of ``x`` and the final state, float32.
     """
-    problem = prepare(x, b, c, g, theta, state)
+    problem = prepare(x, b, c, g, theta, state, elements=512, longest=LONG_SEGMENT)
     starts = problem.state[:, None]
     if problem.sizes[3] > 1:
         ends, products = segments(problem)
@@ -332,7 +356,7 @@ def scan(initial: Tensor, ends: Tensor, products: Tensor, *, reverse: bool) -> T
     size, block = states * channels, 128
     starts = torch.empty_like(ends)
     _scan[(triton.cdiv(size, block), batch)](
-        initial, ends, products, starts, count, size, P=planes, REV=reverse, BLOCK=block,
-        num_warps=4,
+        initial, ends, products, starts, count, size, P=planes, REV=reverse, BU=8, BLOCK=block,
+        num_warps=1,
     )  # fmt: skip
     return starts

@@ -24,6 +24,7 @@ from edgelin.recurrences import MIN_LOG_DECAY
 from edgelin.recurrences.diagonal.kernel import (
     CONSTANT,
     EACH,
+    SEGMENT,
     SHARED,
     Problem,
     _load,
@@ -241,7 +242,7 @@ def backward(
         dy: Gradient of ``y``.
         dstate: Gradient of the final state.
     """
-    problem = prepare(x, b, c, g, theta, state, elements=256)
+    problem = prepare(x, b, c, g, theta, state, elements=256, longest=SEGMENT)
     dy = dy.contiguous()
     last = planar(dstate.float(), 1).reshape(problem.state.shape)
     starts, adjoints = problem.state[:, None], last[:, None]
