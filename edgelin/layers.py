@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from edgelin.recurrences.exporting import is_exporting
+
 # A tensor, because torch's exporter stores a Python number in float32 beside float64 operands.
 _TURN = torch.tensor(2 * math.pi, dtype=torch.float64)
 
@@ -84,21 +86,30 @@ def l2_norm(x: Tensor, *, eps: float = 1e-6) -> Tensor:
     return F.rms_norm(full, (size,), weight, eps / size).to(x.dtype)
 
 
-def rotate(x: Tensor, position: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotate feature pairs (i, i + D/2) by position * frequency (Su et al. 2021, eq. 34).
+def rotary_angles(position: Tensor, time: int, frequencies: Tensor) -> Tensor:
+    """Angles modulo 2 pi of ``time`` tokens, `[B, T, D / 2]` float64.
 
     Args:
-        x: `[B, T, H, D]`, D even.
         position: `[B]` int64, position of the first token of each row.
+        time: T.
         frequencies: `[D / 2]` float64, radians a token.
+    """
+    steps = torch.arange(time, device=position.device, dtype=torch.int64)
+    tokens = (position[:, None] + steps).to(torch.float64)
+    # float32 angles are off by 0.02 after a million tokens: reduce before any cast.
+    return torch.fmod(tokens[:, :, None] * frequencies, _TURN)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the feature pairs (i, i + D/2) of x (Su et al. 2021, arXiv:2104.09864, eq. 34).
+
+    Args:
+        x: `[..., D]`, D even.
+        angles: `[..., D / 2]` float64, broadcast against half of ``x``.
 
     Returns:
-        `[B, T, H, D]` in ``x.dtype``.
+        The shape and dtype of ``x``.
     """
-    steps = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
-    tokens = (position[:, None] + steps).to(torch.float64)
-    # float32 angles are off by 0.02 after a million tokens: reduce before the cast.
-    angles = torch.fmod(tokens[:, :, None, None] * frequencies, _TURN)
     angles = angles.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = angles.cos(), angles.sin()
     first, second = x.chunk(2, dim=-1)
@@ -108,7 +119,7 @@ def rotate(x: Tensor, position: Tensor, frequencies: Tensor) -> Tensor:
 
 def keep_last(hidden: Tensor) -> Tensor:
     """Mark where the exported graph may drop all but the last positions; an identity elsewhere."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         marked: Tensor = torch.ops.edgelin.keep_last(hidden)
         return marked
     return hidden
@@ -131,5 +142,6 @@ __all__ = [
     "at_least_float32",
     "keep_last",
     "l2_norm",
+    "rotary_angles",
     "rotate",
 ]

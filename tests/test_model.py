@@ -13,7 +13,7 @@ from torch import Tensor
 
 from edgelin.config import ModelConfig, load_run
 from edgelin.errors import EdgelinError
-from edgelin.layers import RMSNorm, l2_norm, rotate
+from edgelin.layers import RMSNorm, l2_norm, rotary_angles, rotate
 from edgelin.model import LanguageModel
 from edgelin.recurrences import CHUNK
 
@@ -226,7 +226,8 @@ def test_rotation_stays_exact_after_a_thousand_million_tokens() -> None:
     x = torch.randn(1, 2, 1, 4)
     frequencies = torch.tensor([1.0, 0.37], dtype=torch.float64)
     position = 10**9
-    y = rotate(x, torch.tensor([position]), frequencies)
+    angles = rotary_angles(torch.tensor([position]), 2, frequencies)
+    y = rotate(x, angles[:, :, None])
     for t in range(2):
         for i, frequency in enumerate(frequencies.tolist()):
             angle = math.fmod((position + t) * frequency, 2 * math.pi)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
-from edgelin.layers import at_least_float32, rotate
+from edgelin.layers import at_least_float32, rotary_angles, rotate
 from edgelin.recurrences import CHUNK
+from edgelin.recurrences.exporting import is_exporting
 from edgelin.state import StateSpec
 
 
@@ -70,6 +71,7 @@ class Mixer(nn.Module):
     def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
         super().__init__()
         self.config, self.layer = config, layer
+        self.group = config.num_heads // config.num_kv_heads
         c = config
         self.qkv_proj = nn.Linear(
             hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=False
@@ -91,22 +93,20 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         names = (f"key.{self.layer}", f"value.{self.layer}")
-        rotated = c.num_heads + c.num_kv_heads
-        qk, v = (
-            self.qkv_proj(x).unflatten(-1, (-1, c.head_dim)).split([rotated, c.num_kv_heads], dim=2)
-        )
-        qk = rotate(qk, position, self._frequencies(x.device))
-        q, k = qk.split([c.num_heads, c.num_kv_heads], dim=2)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
+        qk, v = qkv.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=1)
+        angles = rotary_angles(position, x.shape[1], self._frequencies(x.device))
+        q, k = rotate(qk, angles[:, None]).split([c.num_heads, c.num_kv_heads], dim=1)
         rings = (state[names[0]], state[names[1]])
         attend = self._attend_ring if self._is_short(x) else self._attend_blocks
         o, rings = attend(q, k, v, rings, position)
-        return self.out_proj(o.flatten(-2)), dict(zip(names, rings, strict=True))
+        y = self.out_proj(o.transpose(1, 2).flatten(-2))
+        return y, dict(zip(names, rings, strict=True))
 
     def _is_short(self, x: Tensor) -> bool:
         """Whether a call takes the form that serves T <= min(CHUNK, W), the exported one."""
         window = self.config.window
-        if torch.compiler.is_exporting():
+        if is_exporting():
             if window < CHUNK:
                 raise EdgelinError(
                     f"an attention window of {window} can't be exported: calls carry up to "
@@ -126,33 +126,37 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """T <= W tokens: score the ring and the new keys apart, join before the softmax.
 
-        q `[B, T, H, D]`, k and v `[B, Hkv, T, D]`, rings `[B, Hkv, W, D]`, o `[B, T, H, D]`.
+        q and o `[B, H, T, D]`, k and v `[B, Hkv, T, D]`, rings `[B, Hkv, W, D]`.
         """
         c, dtype, time = self.config, q.dtype, k.shape[2]
         k, v = k.to(rings[0].dtype), v.to(rings[1].dtype)
         # Gathered from CHUNK rows: an exported graph fails on a longer call, never answers.
-        steps = torch.arange(CHUNK, device=q.device)[torch.arange(time, device=q.device)]
+        steps = torch.arange(time, device=q.device)
+        steps = torch.arange(CHUNK, device=q.device).index_select(0, steps)
+        # The G query heads of a key head are G T rows of one product.
         q = at_least_float32(q * c.head_dim**-0.5)
-        q = q.unflatten(2, (c.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        old = q @ rings[0].unsqueeze(2).transpose(-1, -2)
-        old = old.masked_fill(~self._visible_slots(position, steps), -torch.inf)
-        new = q @ k.unsqueeze(2).transpose(-1, -2)
-        new = new.masked_fill(steps > steps[:, None], -torch.inf)
-        weights = torch.cat([old, new], dim=-1).softmax(-1)
-        old, new = weights.split([c.window, time], dim=-1)
-        o = old @ rings[1].unsqueeze(2) + new @ v.unsqueeze(2)
+        q = q.unflatten(1, (c.num_kv_heads, self.group)).flatten(2, 3)
+        scores = torch.cat([q @ rings[0].transpose(-1, -2), q @ k.transpose(-1, -2)], dim=-1)
+        hidden = ~self._visible(position, steps)
+        old, new = (
+            scores.masked_fill(hidden, -torch.inf).softmax(-1).split([c.window, time], dim=-1)
+        )
+        o = (old @ rings[1] + new @ v).to(dtype)
         slots = torch.remainder(position[:, None] + steps, c.window)[:, None, :, None].expand_as(k)
         written = (rings[0].scatter(2, slots, k), rings[1].scatter(2, slots, v))
-        return o.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype), written
+        return o.unflatten(2, (self.group, time)).flatten(1, 2), written
 
-    def _visible_slots(self, position: Tensor, steps: Tensor) -> Tensor:
-        """Which slots of the ring each new token sees, `[B, 1, 1, T, W]` bool."""
-        slots = torch.arange(self.config.window, device=position.device, dtype=torch.int64)
+    def _visible(self, position: Tensor, steps: Tensor) -> Tensor:
+        """Which slots of the ring and which new keys a row sees, `[B, 1, G T, W + T]` bool."""
+        window = self.config.window
+        rows = steps.repeat(self.group)[:, None]
+        slots = torch.arange(window, device=position.device, dtype=torch.int64)
         # Tokens between a slot's and the next one; a slot not yet written gets age >= position.
-        age = torch.remainder(position[:, None] - 1 - slots, self.config.window)
-        in_window = age[:, None] + steps[:, None] < self.config.window - 1
+        age = torch.remainder(position[:, None] - 1 - slots, window)
         written = (age < position[:, None])[:, None]
-        return (in_window & written)[:, None, None]
+        old = (age[:, None] + rows < window - 1) & written
+        new = (steps <= rows).expand(old.shape[0], -1, -1)
+        return torch.cat([old, new], dim=-1)[:, None]
 
     def _attend_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, rings: tuple[Tensor, Tensor], position: Tensor
@@ -162,27 +166,26 @@ class Mixer(nn.Module):
         Shapes as in :meth:`_attend_ring`. The ring in order of position is the block before the
         first. Memory is O(T W).
         """
-        window, time = self.config.window, q.shape[1]
+        window, time = self.config.window, q.shape[2]
         blocks = -(-time // window)
         keys, key_ring = _extend(rings[0], k, position)
         values, value_ring = _extend(rings[1], v, position)
-        q = F.pad(q, (0, 0, 0, 0, 0, blocks * window - time))
+        q = F.pad(q, (0, 0, 0, blocks * window - time)).unflatten(2, (blocks, window))
         o = F.scaled_dot_product_attention(
-            q.unflatten(1, (blocks, window)).flatten(0, 1).transpose(1, 2),
+            q.transpose(1, 2).flatten(0, 1),
             self._block_pairs(keys, blocks),
             self._block_pairs(values, blocks),
             attn_mask=self._visible_keys(position, blocks),
         )
-        o = o.transpose(1, 2).unflatten(0, (-1, blocks)).flatten(1, 2)[:, :time]
+        o = o.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :time]
         return o, (key_ring, value_ring)
 
     def _block_pairs(self, line: Tensor, blocks: int) -> Tensor:
         """Blocks i and i + 1 of a line `[B, Hkv, W + T, D]`, for all i: `[B n, H, 2 W, D]`."""
         window = self.config.window
         line = F.pad(line, (0, 0, 0, (blocks + 1) * window - line.shape[2]))
-        pairs = line.transpose(1, 2).unfold(1, 2 * window, window).transpose(-1, -2)
-        group = self.config.num_heads // self.config.num_kv_heads
-        return pairs.flatten(0, 1).repeat_interleave(group, dim=1)
+        pairs = line.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3)
+        return pairs.flatten(0, 1).repeat_interleave(self.group, dim=1)
 
     def _visible_keys(self, position: Tensor, blocks: int) -> Tensor:
         """Which of its 2 W keys each query of a block sees, `[B n, 1, W, 2 W]` bool."""

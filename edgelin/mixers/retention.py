@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from edgelin.errors import EdgelinError
-from edgelin.layers import GatedRMSNorm, rotate
+from edgelin.layers import GatedRMSNorm, rotary_angles, rotate
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
 
@@ -81,7 +81,8 @@ class Mixer(nn.Module):
         name = f"recurrent.{self.layer}"
         qk, v, gate = self.qkv_gate_proj(x).split(self.sizes, dim=-1)
         qk = qk.unflatten(-1, (2 * c.num_heads, c.key_dim))
-        q, k = rotate(qk, position, self._frequencies(x.device)).chunk(2, dim=2)
+        angles = rotary_angles(position, x.shape[1], self._frequencies(x.device))
+        q, k = rotate(qk, angles[:, :, None]).chunk(2, dim=2)
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
         g = self._log_decay(state[name]).expand(*x.shape[:2], -1)
         o, after = linear(q, k, v, g, state[name], scale=c.key_dim**-0.5)
