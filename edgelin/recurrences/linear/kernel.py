@@ -361,7 +361,9 @@ def attend(
         block_y, block_x, blocks = blocks_of(width_y, width_x, half)
     else:
         block_x, block_y, blocks = blocks_of(width_x, width_y, half)
-    block_t = (32 if mode == KEY else 64) if half else (16 if mode == KEY else 32)
+    # Read off the compiler's register counts: larger tiles spill, above all in float32.
+    block_t = 16 if not half else 32 if mode == KEY else 64
+    few = half and mode == NONE and block_x * block_y <= 4096
     launch = {
         "BT": block_t,
         "MODE": mode,
@@ -370,7 +372,7 @@ def attend(
         "DT": tl.bfloat16 if half and x.is_cuda else tl.float32,
         "PT": tl.bfloat16 if x.is_cuda else tl.float32,
         "PARTS": 2 if half else 3,
-        "num_warps": 8 if block_x * block_y > 4096 or mode != NONE else 4,
+        "num_warps": 4 if few else 8,
         "num_stages": 2 if half and max(block_x, block_y) <= 128 else 1,
     }
     segments = _segments(time, batch * heads * blocks)
