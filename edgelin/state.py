@@ -39,7 +39,7 @@ class StateSpec:
 
     @property
     def name(self) -> str:
-        """Key of the tensor in a state dictionary: ``kind.layer``, or ``kind`` for a model state."""
+        """Key of the tensor in a state dictionary: ``kind.layer``, or ``kind`` of a model's own."""
         return self.kind if self.layer is None else f"{self.kind}.{self.layer}"
 
     @property

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import click
 
+from edgelin.errors import EdgelinError
+
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Output folder [runs/<config name>].")
 @click.option("--resume", is_flag=True, help="Go on with the run in the output folder.")
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to train; auto takes a CUDA GPU if there is one.",
 )
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a setting.")
 def command(
@@ -23,13 +29,20 @@ def command(
 
     Ctrl-C finishes the step and saves; --resume goes on from there.
 
-    Example: edgelin train examples/demo/demo.toml --out runs/demo --set optim.steps=100
+    \b
+    Example:
+      edgelin train examples/demo/config.toml --out runs/demo --set optim.steps=100
     """
     from edgelin.config import load_run
-    from edgelin.train.loop import train
+
+    run = load_run(config, settings)
+    try:
+        from edgelin.train.loop import train
+    except ModuleNotFoundError as error:
+        raise EdgelinError(f'training needs {error.name}: pip install "edgelin[train]"') from error
 
     out = out or Path("runs") / config.stem
-    result = train(load_run(config, settings), out, resume=resume, device=device)
+    result = train(run, out, resume=resume, device=device)
     if result.interrupted:
         changes = "".join(f" --set {setting}" for setting in settings)
         click.echo(
