@@ -22,7 +22,7 @@ export ORT_DISABLE_TELEMETRY = 1
 
 demo: $(VENV)/.installed-export
 	$(BIN)/edgelin export examples/demo/checkpoint -o bundles/demo --quantize int8 --force
-	$(BIN)/edgelin verify bundles/demo
+	$(BIN)/edgelin verify bundles/demo --checkpoint examples/demo/checkpoint
 	$(BIN)/edgelin run bundles/demo "The old house stood at the end of the lane" \
 		--max-tokens 120 --seed 7 --stats
 
