@@ -63,13 +63,14 @@ def export_checkpoint(
     """
     checkpoint, out = Path(checkpoint), Path(os.path.abspath(out))
     recipes = _recipes(quantise)
-    check_onnxruntime(profile)
+    chosen = find(profile)
+    check_onnxruntime(chosen.min_onnxruntime(quantised=any(recipes.values())))
     if out.exists() and not force:
         raise EdgelinError(f"{out} exists; choose another --output, or replace it with --force")
     _say(f"reading {checkpoint}")
     model, _ = checkpoints.load(checkpoint)
     with _staging(out) as folder:
-        report = _Export(checkpoint, model, profile, folder).run(recipes)
+        report = _Export(checkpoint, model, chosen, folder).run(recipes)
         failures = report.failures()
         report.bundle = out.with_name(f"{out.name}.failed") if failures else out
         _put(folder, report.bundle)
@@ -94,13 +95,8 @@ class _Export:
 
     checkpoint: Path
     model: LanguageModel
-    profile_name: str
+    profile: Profile
     folder: Path
-
-    @property
-    def profile(self) -> Profile:
-        """The profile's settings."""
-        return find(self.profile_name)
 
     def run(self, recipes: dict[str, Recipe | None]) -> Report:
         """Write and check every variant, then the common files."""
@@ -110,8 +106,8 @@ class _Export:
         manifest = contract.manifest(
             self.checkpoint,
             self.model,
-            profile_name=self.profile_name,
             profile=self.profile,
+            min_onnxruntime=self.profile.min_onnxruntime(quantised=any(recipes.values())),
             default_variant=next(_FILES[name] for name in _PREFERRED if name in recipes),
         )
         _say(f"tracing {len(self.model.config.layers)} layers")
@@ -171,7 +167,7 @@ class _Export:
         sizes = {"float32": 4, "int64": 8}
         return Report(
             bundle=self.folder,
-            profile=self.profile_name,
+            profile=self.profile.name,
             layers=len(self.model.config.layers),
             parameters=self.model.num_parameters(),
             state_bytes=sum(math.prod(s.shape) * sizes[s.dtype] for s in self.model.state_specs()),

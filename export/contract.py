@@ -25,8 +25,8 @@ def manifest(
     checkpoint: Path,
     model: LanguageModel,
     *,
-    profile_name: str,
     profile: Profile,
+    min_onnxruntime: str,
     default_variant: str,
 ) -> Manifest:
     """The manifest of a bundle, still without its files."""
@@ -35,9 +35,9 @@ def manifest(
         vocab_size=model.config.vocab_size,
         states=model.state_specs(),
         tokenizer=_tokenizer(checkpoint),
-        profile=profile_name,
+        profile=profile.name,
         opset=profile.opset,
-        min_onnxruntime=profile.min_onnxruntime,
+        min_onnxruntime=min_onnxruntime,
         default_variant=default_variant,
         variants={},
         max_time=profile.max_time,

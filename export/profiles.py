@@ -15,27 +15,60 @@ class Profile:
     """What a graph of a profile is made of.
 
     Args:
+        name: As on the command line and in the manifest.
         form: Function of the recurrences' ``onnx.py`` that translates them.
         opset: ai.onnx opset.
         ir_version: ONNX file version.
-        min_onnxruntime: Oldest version that runs the graph.
+        min_float: Oldest onnxruntime that runs a float graph.
+        min_quantised: The same for int8 and int4 weights (GatherBlockQuantized with 8 bits).
         vendor_ops: Whether com.microsoft operators may stand outside quantised matrices.
         max_time: Largest number of tokens in a call; None for no limit.
     """
 
+    name: str
     form: str
     opset: int
     ir_version: int
-    min_onnxruntime: str
+    min_float: str
+    min_quantised: str
     vendor_ops: bool
     max_time: int | None = CHUNK
 
+    def min_onnxruntime(self, *, quantised: bool) -> str:
+        """Oldest onnxruntime that runs the graphs of a bundle."""
+        return self.min_quantised if quantised else self.min_float
 
-PROFILES = {
-    "fused": Profile("fused", opset=21, ir_version=9, min_onnxruntime="1.25.1", vendor_ops=True),
-    "plain": Profile("plain", opset=21, ir_version=9, min_onnxruntime="1.20.0", vendor_ops=False),
-    "onnx": Profile("fused", opset=27, ir_version=13, min_onnxruntime="1.32.0", vendor_ops=False),
-}
+
+_ALL = (
+    Profile(
+        name="fused",
+        form="fused",
+        opset=21,
+        ir_version=9,
+        min_float="1.25.1",
+        min_quantised="1.25.1",
+        vendor_ops=True,
+    ),
+    Profile(
+        name="plain",
+        form="plain",
+        opset=21,
+        ir_version=9,
+        min_float="1.20.0",
+        min_quantised="1.23.2",
+        vendor_ops=False,
+    ),
+    Profile(
+        name="onnx",
+        form="fused",
+        opset=27,
+        ir_version=13,
+        min_float="1.32.0",
+        min_quantised="1.32.0",
+        vendor_ops=False,
+    ),
+)
+PROFILES = {profile.name: profile for profile in _ALL}
 
 
 def find(name: str) -> Profile:
@@ -49,16 +82,15 @@ def find(name: str) -> Profile:
     return PROFILES[name]
 
 
-def check_onnxruntime(name: str, version: str = onnxruntime.__version__) -> None:
+def check_onnxruntime(needed: str, version: str = onnxruntime.__version__) -> None:
     """Refuse to export what this onnxruntime could not run: every bundle is run before it is kept.
 
     Raises:
-        EdgelinError: ``version`` is older than the profile needs.
+        EdgelinError: ``version`` is older than ``needed``.
     """
-    needed = find(name).min_onnxruntime
     if _numbers(version) < _numbers(needed):
         raise EdgelinError(
-            f"onnxruntime {version} cannot run profile {name!r}, which needs {needed} or newer; "
+            f"onnxruntime {version} cannot run this profile, which needs {needed} or newer; "
             f"run `pip install 'onnxruntime>={needed}'` or choose another --profile"
         )
 

@@ -127,6 +127,8 @@ class _Work:
             return
         if node.attributes.get_int("axis", 0) != 0 or self._stays_float(table):
             return
+        if rows.shape[1] % 2:
+            return  # two 4-bit codes of one row share a byte
         bits = self.recipe.embedding_bits
         codes, *rest = self._store(table.name or "", rows.astype(np.float32), bits, flat=True)
         new = ir.node(
@@ -196,10 +198,10 @@ class _Work:
             self.progress(name)
             self.outcome.rounded[name] = self._round(name, rows, bits)
         rounded = self.outcome.rounded[name]
-        codes = rounded.packed()
-        shape, suffix = ((len(codes), -1), "_rows") if flat else (codes.shape, "")
+        # Where blocks fill the rows, both have the same bytes, and the file holds them once.
+        codes = rounded.packed_rows(rows.shape[1]) if flat else rounded.packed()
         values = [
-            add_constant(self.model, f"{name}_q{bits}{suffix}", codes.reshape(shape)),
+            add_constant(self.model, f"{name}_q{bits}{'_rows' if flat else ''}", codes),
             add_constant(self.model, f"{name}_scales", rounded.scales),
         ]
         zero_points = rounded.packed_zero_points()

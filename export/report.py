@@ -158,6 +158,6 @@ def count_nodes(op_types: list[str]) -> dict[str, int]:
 def _error_row(name: str, against: str, error: Errors) -> str:
     """One line of the second table."""
     return (
-        f"| {name} | {against} | {error.logits:.1e} | {error.logits_rms:.1e} | {error.states:.1e} | "
-        f"{100 * error.top1:.1f} % | {error.kl:.1e} |"
+        f"| {name} | {against} | {error.logits:.1e} | {error.logits_rms:.1e} | "
+        f"{error.states:.1e} | {100 * error.top1:.1f} % | {error.kl:.1e} |"
     )

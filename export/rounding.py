@@ -41,6 +41,11 @@ class Rounded:
         """uint8 `[N, blocks, block_size * bits / 8]`; for 4 bits the even cell is the low half."""
         return self.codes if self.bits == 8 else _pack(self.codes)
 
+    def packed_rows(self, width: int) -> Codes:
+        """uint8 `[N, width * bits / 8]`, rows without the padding of the last block; width even."""
+        rows = self.codes.reshape(len(self.codes), -1)[:, :width]
+        return rows if self.bits == 8 else _pack(rows)
+
     def packed_zero_points(self) -> Codes | None:
         """uint8 `[N, ceil(blocks * bits / 8)]`, or None."""
         if self.zero_points is None or self.bits == 8:
@@ -99,7 +104,7 @@ def _round(blocks: Array, weight: Array, bits: int, symmetric: bool) -> tuple[Co
     full = extreme / middle if symmetric else (high - low) / np.float32(levels)
     full = np.where(np.abs(full) < np.finfo(np.float32).tiny, np.float32(1), full)
     best = np.full(full.shape, np.inf, np.float32)
-    codes = np.zeros(blocks.shape, np.uint8)
+    codes: Codes = np.zeros(blocks.shape, np.uint8)
     scales: npt.NDArray[np.floating] = full.copy()
     zeros: npt.NDArray[np.floating] = np.full(full.shape, middle)
     for shrink in _SHRINKS[bits].astype(np.float32):
@@ -121,5 +126,4 @@ def _round(blocks: Array, weight: Array, bits: int, symmetric: bool) -> tuple[Co
 
 def _pack(cells: Codes) -> Codes:
     """Two 4-bit cells of the last axis into one byte."""
-    packed: Codes = cells[..., 0::2] | (cells[..., 1::2] << 4)
-    return packed
+    return (cells[..., 0::2] | (cells[..., 1::2] << 4)).astype(np.uint8)

@@ -78,7 +78,7 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol:
 
 def _external(value: ir.Value, location: str, offset: int, length: int) -> ir.ExternalTensor:
     """A tensor that lies in the data file."""
-    tensor = _tensor(value)
+    shape = ir.Shape(_tensor(value).numpy().shape)
     return ir.ExternalTensor(
-        location, offset, length, tensor.dtype, shape=ir.Shape(tensor.shape), name=value.name or ""
+        location, offset, length, _tensor(value).dtype, shape=shape, name=value.name or ""
     )

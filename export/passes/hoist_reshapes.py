@@ -99,7 +99,7 @@ def _reshape_other_operand(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _chain_to_reshape(value: ir.Value | None) -> list[ir.Node] | None:
-    """The elementwise nodes from ``value`` back to a Reshape, that one last; None if there is none."""
+    """The elementwise nodes from ``value`` back to a Reshape, that one last, or None."""
     chain: list[ir.Node] = []
     while value is not None and only_user(value) is not None:
         node = value.producer()

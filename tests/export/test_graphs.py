@@ -101,15 +101,15 @@ def test_graph_equals_float64_model(
             assert_close(got_after[name], value, 2e-5, name)
 
 
-@pytest.mark.parametrize("profile", list(PROFILES))
-def test_untied_head(profile: str, sequential: None) -> None:
+def test_untied_head(sequential: None) -> None:
     model = make_model(("linear",), tied=False)
     graph = trace(model)
-    passes.lower(graph, PROFILES[profile])
-    passes.finish(graph, PROFILES[profile])
+    passes.lower(graph, PROFILES["fused"])
+    passes.finish(graph, PROFILES["fused"])
     ids = np.random.default_rng(2).integers(0, VOCAB, (1, sum(PIECES)))
     state = random_state(model, 1)
-    assert_close(run(graph, model, ids, state)[0], exact(model, ids, state)[0], 2e-5, "logits")
+    logits = run(graph, model, ids, state)[0]
+    assert_close(logits, exact(model, ids, state)[0], 2e-5, "logits")
 
 
 @pytest.mark.parametrize("keep, rows", [(None, 1), (1, 1), (0, 7), (3, 3), (9, 7)])
@@ -139,7 +139,7 @@ def test_plain_refuses_more_than_a_chunk(
         for spec, x in zip(model.state_specs(), random_state(model, 1).values(), strict=True)
     }
     runner.run(None, {**feeds, "input_ids": np.zeros((1, 64), np.int64)})
-    with pytest.raises(Exception, match="out of (data )?bounds"):
+    with pytest.raises(Exception, match="out of data bounds"):
         runner.run(None, {**feeds, "input_ids": np.zeros((1, 65), np.int64)})
 
 

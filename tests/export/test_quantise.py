@@ -1,0 +1,141 @@
+"""Rounding against brute force, and the packed layouts against onnxruntime's own operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from export_models import session
+
+from edgelin.export.quantise import Recipe, quantise
+from edgelin.export.rounding import round_matrix
+
+WIDTH, ROWS = 80, 12  # no multiple of the block of 32
+
+
+def _matrix(seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
+    random = np.random.default_rng(seed)
+    return (0.02 * random.standard_t(5, (ROWS, WIDTH)) + 0.005).astype(np.float32)
+
+
+def _plain_rounding(rows: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
+    """Symmetric rounding by the largest weight of each block, one weight at a time."""
+    result = np.zeros(rows.shape)
+    half = 1 << (bits - 1)
+    for i, row in enumerate(rows.astype(np.float64)):
+        for start in range(0, len(row), 32):
+            block = row[start : start + 32]
+            scale = -block[np.abs(block).argmax()] / half
+            codes = [min(max(round(w / scale), -half), half - 1) for w in block]
+            result[i, start : start + 32] = [code * scale for code in codes]
+    return result
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_beats_the_largest_weight_rule(bits: int, symmetric: bool) -> None:
+    rows = _matrix()
+    got = round_matrix(rows, bits, 32, symmetric=symmetric).values(WIDTH)
+    plain = np.linalg.norm(_plain_rounding(rows, bits) - rows)
+    assert np.linalg.norm(got - rows) < plain
+    step = np.abs(rows).max() / (1 << (bits - 1))
+    assert np.abs(got - rows).max() < 1.5 * step
+
+
+def test_importance_moves_the_error_to_unimportant_inputs() -> None:
+    rows = _matrix()
+    importance = np.where(np.arange(WIDTH) % 32 < 8, 100, 1).astype(np.float32)
+    even = round_matrix(rows, 4, 32).values(WIDTH)
+    aware = round_matrix(rows, 4, 32, importance=importance).values(WIDTH)
+    assert (importance * (aware - rows) ** 2).sum() < (importance * (even - rows) ** 2).sum()
+
+
+def test_zeros_and_constants_survive() -> None:
+    rows = np.zeros((3, 64), np.float32)
+    rows[1] = 0.25
+    rows[2, 5] = -3e-39
+    for bits in (4, 8):
+        for symmetric in (True, False):
+            got = round_matrix(rows, bits, 32, symmetric=symmetric).values(64)
+            assert np.isfinite(got).all()
+            np.testing.assert_allclose(got, rows, atol=1e-3)
+
+
+def _value(name: str, shape: list[Any], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+
+def _weight(name: str, array: np.ndarray[Any, Any]) -> ir.Value:
+    value = _value(name, list(array.shape))
+    value.const_value = ir.Tensor(array, name=name)
+    return value
+
+
+def _model() -> tuple[ir.Model, dict[str, np.ndarray[Any, np.dtype[np.float32]]]]:
+    """Embedding and head of one matrix, a projection with a bias, and one that stays float."""
+    table, up, gate = _matrix(1), _matrix(2), _matrix(3)
+    bias = np.arange(ROWS, dtype=np.float32)
+    ids = _value("ids", ["batch", "time"], ir.DataType.INT64)
+    x = _value("x", ["batch", "time", WIDTH])
+    weights = {
+        "embedding.weight": table,
+        "up.weight": np.ascontiguousarray(up.T),
+        "up.bias": bias,
+        "beta_decay_proj.weight": np.ascontiguousarray(gate.T),
+    }
+    values = {name: _weight(name, array) for name, array in weights.items()}
+    embedded = ir.node("Gather", [values["embedding.weight"], ids])
+    head = ir.node("tied_head", [x, values["embedding.weight"]], domain="edgelin")
+    product = ir.node("MatMul", [x, values["up.weight"]])
+    added = ir.node("Add", [product.outputs[0], values["up.bias"]])
+    kept = ir.node("MatMul", [x, values["beta_decay_proj.weight"]])
+    nodes = [embedded, head, product, added, kept]
+    outputs = []
+    for name, node in (("e", embedded), ("h", head), ("u", added), ("k", kept)):
+        node.outputs[0].name, node.outputs[0].type = name, ir.TensorType(ir.DataType.FLOAT)
+        outputs.append(node.outputs[0])
+    graph = ir.Graph(
+        [ids, x],
+        outputs,
+        nodes=nodes,
+        initializers=list(values.values()),
+        opset_imports={"": 21, "com.microsoft": 1},
+        name="test",
+    )
+    return ir.Model(graph, ir_version=9), {"table": table, "up": up, "gate": gate, "bias": bias}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_graph_computes_with_the_rounded_matrices(bits: int) -> None:
+    model, weights = _model()
+    outcome = quantise(model, Recipe(bits=bits, embedding_bits=bits, block_size=32))
+    assert sorted(outcome.rounded) == ["embedding.weight", "up.weight"]
+    assert [n.op_type for n in model.graph] == [
+        "GatherBlockQuantized",
+        "MatMulNBits",
+        "MatMulNBits",
+        "MatMul",
+    ]
+    random = np.random.default_rng(4)
+    x = random.standard_normal((2, 3, WIDTH)).astype(np.float32)
+    ids = random.integers(0, ROWS, (2, 3))
+    e, h, u, k = session(model).run(None, {"ids": ids, "x": x})
+    table = outcome.rounded["embedding.weight"].values(WIDTH)
+    up = outcome.rounded["up.weight"].values(WIDTH)
+    np.testing.assert_allclose(e, table[ids], atol=1e-6)
+    np.testing.assert_allclose(k, x @ weights["gate"].T, atol=1e-5)
+    # accuracy_level 4 rounds x to int8 too: 1 % of the largest product.
+    for got, wanted in ((h, x @ table.T), (u, x @ up.T + weights["bias"])):
+        assert np.abs(got - wanted).max() < 0.02 * np.abs(x @ up.T).max()
+
+
+def test_recipe_words_are_whole_words() -> None:
+    model, _ = _model()
+    names = {"beta_decay_proj.weight": "width.weight", "up.weight": "dt_proj.weight"}
+    for value in model.graph.initializers.values():
+        value.name = names.get(value.name or "", value.name)
+    outcome = quantise(model, Recipe(bits=4, embedding_bits=8))
+    assert sorted(outcome.rounded) == ["embedding.weight", "width.weight"]
+    assert outcome.matrices["embedding.weight"]["bits"] == 8
