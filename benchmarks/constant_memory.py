@@ -42,6 +42,7 @@ def main() -> None:
     draw(found, options.out.with_suffix(".png"))
     print(f"RSS growth after {WARM_UP} steps: {found['rss_growth_bytes'] / 2**20:.2f} MiB")
     print(f"median step, end / start: {found['step_ratio']:.3f}")
+    print(f"fastest step, end / start: {found['fastest_ratio']:.3f}")
     print(f"states: {found['state_bytes'] / 2**20:.2f} MiB at any position")
     if found["softmax_cache_bytes_computed"] is not None:
         cache = found["softmax_cache_bytes_computed"][-1] / 2**20
@@ -67,6 +68,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "points": [vars(point) for point in points],
         "rss_growth_bytes": points[-1].rss_bytes - points[0].rss_bytes,
         "step_ratio": points[-1].step_ms / points[0].step_ms,
+        "fastest_ratio": points[-1].fastest_ms / points[0].fastest_ms,
         "width": width,
         "layers": layers,
         "softmax_cache_bytes_computed": cache,
@@ -100,8 +102,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
         left.plot(position, cache, "--", color="grey", label=label)
     left.set(xlabel="position, tokens", ylabel="MiB", xscale="log")
     left.legend(fontsize="small")
-    right.plot(position, [point["step_ms"] for point in found["points"]], "o-")
-    right.set(xlabel="position, tokens", ylabel="median step, ms", xscale="log", ylim=(0, None))
+    for key, label in (("step_ms", "median"), ("fastest_ms", "fastest")):
+        right.plot(position, [point[key] for point in found["points"]], "o-", label=label)
+    right.set(xlabel="position, tokens", ylabel="step, ms", xscale="log", ylim=(0, None))
+    right.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 

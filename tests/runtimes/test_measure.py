@@ -40,6 +40,7 @@ def test_series_takes_the_median_of_the_last_steps(
     stream = edgelin.load(tiny.path, threads=1).stream()
     points = measure.series(stream, [2, 7, 12], window=5)
     assert [point.step_ms for point in points] == [1500, 5000, 10000]
+    assert [point.fastest_ms for point in points] == [1000, 3000, 8000]
 
 
 def test_bench(tiny: Any) -> None:
