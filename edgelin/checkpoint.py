@@ -25,7 +25,7 @@ from edgelin.model import LanguageModel
 
 MODEL_TYPE = "edgelin"
 FORMAT = 1
-_HEADER = {"model_type", "architectures", "format", "torch_dtype"}
+_HEADER = {"model_type", "architectures", "format"}
 
 
 def save(

@@ -28,7 +28,7 @@ from edgelin.errors import EdgelinError
 END = "<|end|>"
 _END_NAMES = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _PIECE = 1 << 16  # characters: big enough to hide the cost of a call, small enough to share out
-_BATCH = 512  # pieces handed to the thread pool at once
+_BATCH = 128  # pieces handed to the thread pool at once
 _SAMPLE = 48 << 20  # characters that BPE training reads at most
 _WORD_START = re.compile(r"[ \n](?=[^\s<])")  # not before <|end|>: blanks next to it stay together
 _DOCUMENT_START = re.compile(re.escape(END))

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from edgelin.checkpoint import replacing
 
 
@@ -47,9 +49,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def plot(log: Path, picture: Path) -> None:
     """Draw training loss and held-out bits per byte over tokens as a PNG."""
-    from matplotlib.figure import Figure  # heavy; no global backend is touched this way
-
     entries = read(log)
+    # A bare Figure draws without a display and leaves pyplot's global state alone.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     left = figure.add_subplot()
     train = [(e["tokens"], e["loss"]) for e in entries if "loss" in e]

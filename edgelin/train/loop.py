@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from edgelin import checkpoint
@@ -56,9 +57,20 @@ def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "
         device: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        EdgelinError: The folder holds a run already (or none to resume), the texts or the config
-            are unusable, or the loss is no longer finite.
+        EdgelinError: The folder holds a run already (or none to resume) or cannot be written, the
+            texts or the config are unusable, or the loss is no longer finite.
     """
+    try:
+        return _train(config, out, resume, device)
+    except (OSError, SafetensorError) as error:
+        name = getattr(error, "filename", None) or out
+        reason = getattr(error, "strerror", None) or error
+        raise EdgelinError(
+            f"cannot write {name}: {reason}; make room, or choose another --out"
+        ) from error
+
+
+def _train(config: RunConfig, out: Path, resume: bool, device: str) -> Result:
     where = _pick(device)
     if not resume and snapshot.exists(out):
         raise EdgelinError(f"{out} holds a run already; add --resume, or choose another --out")

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from edgelin.checkpoint import replacing
 from edgelin.errors import EdgelinError
 
 _SHARD = 15 << 20
@@ -59,6 +60,11 @@ def save(out: Path, progress: Progress, tensors: dict[str, torch.Tensor]) -> Non
     root = out / "training_state"
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"step-{progress.step:08d}"
+    if (final / "state.json").is_file():  # a resumed run that took no step: same tensors
+        with replacing(final / "state.json") as file:
+            header = json.loads((final / "state.json").read_text(encoding="utf-8"))
+            _write_header(file, header | asdict(progress))
+        return
     part = root / f".{final.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
@@ -66,10 +72,9 @@ def save(out: Path, progress: Progress, tensors: dict[str, torch.Tensor]) -> Non
     for i, names in enumerate(shards):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
         save_file(shard, part / _shard_name(i, len(shards)))
-    header = {"format": _FORMAT, "shards": len(shards), **asdict(progress)}
-    (part / "state.json").write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
-    if final.exists():  # saved again at the same step, as after a resume that did no step
-        shutil.rmtree(final)
+    _write_header(
+        part / "state.json", {"format": _FORMAT, "shards": len(shards)} | asdict(progress)
+    )
     os.replace(part, final)
     for old in root.iterdir():
         if old != final:
@@ -98,6 +103,10 @@ def load(out: Path) -> tuple[Progress, dict[str, torch.Tensor]]:
         raise EdgelinError(
             f"{folder} is damaged ({error}); remove {out / 'training_state'} and start again"
         ) from error
+
+
+def _write_header(path: Path, header: dict[str, Any]) -> None:
+    path.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
 
 
 def _latest(out: Path) -> Path | None:

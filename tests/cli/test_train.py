@@ -87,6 +87,23 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path) -> None:
     )
 
 
+def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "edgelin.train.loop", None)
+    result = CliRunner().invoke(main, ["train", str(folder / "run.toml")])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        'Error: training needs edgelin.train.loop: pip install "edgelin[train]"\n'
+    )
+
+
+def test_an_output_that_cannot_be_written_is_named(folder: Path) -> None:
+    (folder / "file").write_text("", encoding="utf-8")
+    arguments = ["train", str(folder / "run.toml"), "--out", str(folder / "file")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: cannot write {folder}/file: File exists; ")
+
+
 def test_errors_take_one_line_and_exit_with_1(folder: Path) -> None:
     arguments = ["train", str(folder / "run.toml"), "--set", "optim.step=3"]
     result = CliRunner().invoke(main, arguments)
