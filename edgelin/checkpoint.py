@@ -1,7 +1,8 @@
 """Checkpoint folders in the Hugging Face shape.
 
-``config.json`` (the model's sizes under ``"model_type": "edgelin"``), ``model.safetensors`` (every
-tensor once: a tied head is not stored), ``tokenizer.json``, ``tokenizer_config.json`` and
+``config.json`` (the model's sizes under ``"model_type": "edgelin"``), ``model.safetensors`` or
+shards ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json`` (every tensor
+once: a tied head is not stored), ``tokenizer.json``, ``tokenizer_config.json`` and
 ``generation_config.json``. Files are replaced one by one, each atomically, the weights last.
 """
 
@@ -25,6 +26,8 @@ from edgelin.model import LanguageModel
 
 MODEL_TYPE = "edgelin"
 FORMAT = 1
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _HEADER = {"model_type", "architectures", "format"}
 
 
@@ -33,6 +36,8 @@ def save(
     model: LanguageModel,
     tokenizer_json: str,
     dtype: torch.dtype | None = None,
+    *,
+    shard_bytes: int | None = None,
 ) -> None:
     """Write a checkpoint folder.
 
@@ -41,6 +46,7 @@ def save(
         model: The model; it carries its ``config``.
         tokenizer_json: Content of ``tokenizer.json``.
         dtype: Of the stored floating-point tensors; None keeps the model's.
+        shard_bytes: Largest content of a weight file; None writes one file.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +71,7 @@ def save(
         key: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
         for key, value in own_tensors(model).items()
     }
-    with replacing(folder / "model.safetensors") as part:
-        save_file(tensors, part, metadata={"format": "pt"})
+    _write_weights(folder, tensors, shard_bytes)
 
 
 def load(
@@ -93,7 +98,7 @@ def load(
                 f"take the tokenizer.json that the model was trained with"
             )
     model = LanguageModel(config)
-    _fill(model, folder / "model.safetensors")
+    _fill(model, folder)
     return model.to(device=device, dtype=dtype).eval(), config
 
 
@@ -134,25 +139,81 @@ def own_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: state[name] for name in first.values()}
 
 
-def _fill(model: LanguageModel, path: Path) -> None:
-    """Copy the tensors of a file into the model's, which must have the same names and shapes."""
-    if not path.is_file():
-        raise EdgelinError(f"{path.parent} is no checkpoint: it has no {path.name}")
-    own = own_tensors(model)
+def weight_files(folder: str | Path) -> list[Path]:
+    """The files that hold the weights of a checkpoint folder, in order.
+
+    Raises:
+        EdgelinError: There are none, or the index is damaged.
+    """
+    folder = Path(folder)
+    index = folder / _INDEX
+    if not index.is_file():
+        if not (folder / _WEIGHTS).is_file():
+            raise EdgelinError(f"{folder} is no checkpoint: it has no {_WEIGHTS}")
+        return [folder / _WEIGHTS]
     try:
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            names = set(file.keys())
-            _compare(path, set(own), names)
-            for name, tensor in own.items():
-                stored = list(file.get_slice(name).get_shape())
-                if stored != list(tensor.shape):
-                    raise EdgelinError(
-                        f"{path}: {name} has shape {stored}, config.json makes it "
-                        f"{list(tensor.shape)}; the two files do not belong together"
-                    )
-                tensor.copy_(file.get_tensor(name))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise EdgelinError(f"{index} is damaged: {error}; copy the checkpoint again") from error
+    for name in names:
+        if not (folder / name).is_file():
+            raise EdgelinError(f"{folder} is no checkpoint: it has no {name}, which {_INDEX} names")
+    return [folder / name for name in names]
+
+
+def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int | None) -> None:
+    """One file, or shards and their index; files of the other kind are removed last."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        filled = sum(t.nbytes for t in shards[-1].values())
+        if shard_bytes is not None and shards[-1] and filled + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    names = [_WEIGHTS]
+    if len(shards) > 1:
+        names = [
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+        ]
+    for name, shard in zip(names, shards, strict=True):
+        with replacing(folder / name) as part:
+            save_file(shard, part, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(t.nbytes for t in tensors.values())
+        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    else:
+        (folder / _INDEX).unlink(missing_ok=True)
+    for path in folder.glob("model*.safetensors"):
+        if path.name not in names:
+            path.unlink()
+
+
+def _fill(model: LanguageModel, folder: Path) -> None:
+    """Copy the stored tensors into the model's, which must have the same names and shapes."""
+    own = own_tensors(model)
+    found: dict[str, Path] = {}
+    path = folder
+    try:
+        for path in weight_files(folder):
+            with safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+        _compare(path if len(set(found.values())) == 1 else folder, set(own), set(found))
+        for path in dict.fromkeys(found.values()):
+            _copy(path, {name: tensor for name, tensor in own.items() if found[name] == path})
     except (SafetensorError, OSError) as error:
         raise EdgelinError(f"{path} is damaged: {error}; copy or train it again") from error
+
+
+def _copy(path: Path, own: dict[str, torch.Tensor]) -> None:
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        for name, tensor in own.items():
+            stored = list(file.get_slice(name).get_shape())
+            if stored != list(tensor.shape):
+                raise EdgelinError(
+                    f"{path}: {name} has shape {stored}, config.json makes it "
+                    f"{list(tensor.shape)}; the two files do not belong together"
+                )
+            tensor.copy_(file.get_tensor(name))
 
 
 def _compare(path: Path, needed: set[str], found: set[str]) -> None:

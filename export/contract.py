@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from edgelin import tokenizer as tokenizers
+from edgelin.checkpoint import weight_files
 from edgelin.errors import EdgelinError
 from edgelin.export.profiles import Profile
 from edgelin.recurrences import CHUNK
@@ -17,8 +18,6 @@ from edgelin.runtimes.manifest import METADATA_KEY, Manifest, TokenizerRecord
 
 if TYPE_CHECKING:
     from edgelin.model import LanguageModel
-
-HASHED = ("config.json", "model.safetensors")
 
 
 def manifest(
@@ -65,8 +64,8 @@ def stamp(model: ir.Model, contract: Manifest) -> None:
 def model_hash(checkpoint: Path) -> str:
     """sha256 over configuration and weights; the same for all variants of one model."""
     total = hashlib.sha256()
-    for name in HASHED:
-        with (checkpoint / name).open("rb") as file:
+    for path in (checkpoint / "config.json", *weight_files(checkpoint)):
+        with path.open("rb") as file:
             while block := file.read(1 << 20):
                 total.update(block)
     return total.hexdigest()

@@ -63,6 +63,25 @@ def test_round_trip(
     assert half.embedding.weight.dtype == torch.bfloat16
 
 
+def test_shards_hold_the_same_weights(tmp_path: Path, tokenizer_json: str) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(_config())
+    checkpoint.save(tmp_path, model, tokenizer_json, shard_bytes=3000)
+    files = checkpoint.weight_files(tmp_path)
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    again, _ = checkpoint.load(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+    files[1].unlink()
+    with pytest.raises(EdgelinError, match=f"{files[1].name}, which model.safetensors.index.json"):
+        checkpoint.load(tmp_path)
+    checkpoint.save(tmp_path, model, tokenizer_json)
+    assert [f.name for f in checkpoint.weight_files(tmp_path)] == ["model.safetensors"]
+    assert [f.name for f in tmp_path.glob("*safetensors*")] == ["model.safetensors"]
+
+
 def test_a_shared_tensor_is_stored_once(tmp_path: Path) -> None:
     module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     module["b"].weight = module["a"].weight

@@ -191,11 +191,10 @@ class Trainer:
         # Dropout is a pure function of (seed, step), so that no random state need be saved.
         torch.manual_seed((config.seed << 32) + self.step + 1)
         inputs, targets = self._order.batch(self.step)
-        state = None
-        if config.data.carry_state:
-            state = self._state
-            if state is None or self._order.begins(self.step):
-                state = self.model.initial_state(config.optim.batch_size, self._device)
+        state = self._state
+        if state is None or not config.data.carry_state or self._order.begins(self.step):
+            # made outside the compiled function: torch 2.11 miscompiles a constant position
+            state = self.model.initial_state(config.optim.batch_size, self._device)
         with self._autocast():
             hidden, after = self._hidden(inputs, state)
             loss = cross_entropy(hidden, self.model.head_weight, targets, compiled=self._compiled)

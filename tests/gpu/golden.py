@@ -33,7 +33,6 @@ POSITIONS = [0, 1, 2, 31, 32, 62, 63, 64, 65, 66, 127, 128, 129, 130, 255, 256, 
 POSITIONS += [1023, 1024, 1535, 2046, 2047]
 STATE_VALUES = 40_000  # of all states together; more are sampled
 STRIDE = 9973  # a prime: samples fall on all rows and columns
-CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def main() -> None:
@@ -51,7 +50,7 @@ def main() -> None:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SystemExit(f"{name} is not finite: nothing written")
     made = {
-        "checkpoint": hashes(arguments.checkpoint, CHECKPOINT_FILES),
+        "checkpoint": hashes(arguments.checkpoint, checkpoint_files(arguments.checkpoint)),
         "kernels": hashes(ROOT, kernel_files()),
         "kernel_calls": counts,
         "text": hashes(arguments.out, ["text.txt"])["text.txt"],
@@ -135,6 +134,12 @@ def sample(size: int, all_sizes: int) -> np.ndarray:
         return np.arange(size)
     count = max(64, size * STATE_VALUES // all_sizes)
     return np.arange(count) * STRIDE % size
+
+
+def checkpoint_files(checkpoint: Path) -> list[str]:
+    """Names of the files that decide what a checkpoint computes."""
+    weights = (path.name for path in checkpoints.weight_files(checkpoint))
+    return ["config.json", *weights, "tokenizer.json"]
 
 
 def kernel_files() -> list[str]:
