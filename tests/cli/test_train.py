@@ -112,4 +112,5 @@ def test_errors_take_one_line_and_exit_with_1(folder: Path) -> None:
         "Error: config.optim has an unknown key 'step'; did you mean 'steps'?\n"
     )
     assert CliRunner().invoke(main, ["train"]).exit_code == 2
-    assert "Example: edgelin train" in CliRunner().invoke(main, ["train", "-h"]).stdout
+    help_text = CliRunner().invoke(main, ["train", "-h"]).stdout
+    assert "Example:\n    edgelin train examples/demo/config.toml" in help_text
