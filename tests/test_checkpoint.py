@@ -161,9 +161,9 @@ def _cut(folder: Path) -> None:
             "{f}/config.json has an unknown key 'hidden_sise'; did you mean 'hidden_size'?",
         ),
         (
-            _config_json(intermediate_size=20),
-            "{f}/model.safetensors: blocks.0.mlp.gate_up_proj.weight has shape [48, 16], "
-            "config.json makes it [40, 16]; the two files do not belong together",
+            _weights(lambda t: t.update({"norm.weight": torch.zeros(3)})),
+            "{f}/model.safetensors: norm.weight has shape [3], config.json makes it [16]; "
+            "the two files do not belong together",
         ),
         (
             _config_json(vocab_size=256),

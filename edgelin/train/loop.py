@@ -267,7 +267,7 @@ class Trainer:
         }
         tensors |= optimizer.tensors(self._optimizer, self.model)
         tensors |= {f"carried/{name}": value for name, value in (self._state or {}).items()}
-        if self._windows is None or not (self._out / "model.safetensors").is_file():
+        if self._best is None:  # nothing measured: the latest weights are the best known
             self._keep()
         done = snapshot.Progress(self.step, self._seconds(), self._best, self._identity())
         snapshot.save(self._out, done, tensors)
