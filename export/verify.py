@@ -7,7 +7,7 @@ so that what a form does with its state counts from the first token.
 
 Per position and tensor (logits, the stream after each block, every state), the error of x
 beside the truth y is max|x - y| / max|y|. A quantised graph is another model: it is held to itself
-(chunks = steps) and its distributions to the float model's, on a text which that one writes.
+(chunks = steps) and its distributions to the float model's, on a text or on what that one writes.
 The graphs do not show the stream between blocks; an error there shows in the next layer's states.
 """
 
@@ -50,7 +50,8 @@ LENGTHS = (1, 63, 64, 65, 130)  # one token; around one chunk; into the third
 # by a whole step, which chunks and steps then carry on differently.
 QUANTISED_TOLERANCE = 5e-2
 KL_LIMITS = {8: 0.01, 4: 0.06}  # nat, mean over a text
-TEXT_TOKENS = 256
+TEXT_TOKENS = 2048  # read of a given text
+WRITTEN_TOKENS = 256
 _BATCH = 2
 _SEED = 20
 
@@ -60,6 +61,7 @@ def verify(
     checkpoint: Path | None = None,
     *,
     tolerance: float = TOLERANCE,
+    text: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Verification:
     """Compare all variants of a bundle with its checkpoint, or with themselves without one.
@@ -68,6 +70,7 @@ def verify(
         bundle: Folder written by ``edgelin export``; its hashes and golden streams are checked too.
         checkpoint: The checkpoint it was made from.
         tolerance: Largest relative error of a float form.
+        text: What quantised variants are compared on; None: a text that the float model writes.
         progress: Is told what is being done, a line at a time.
 
     Raises:
@@ -96,7 +99,7 @@ def verify(
         opened[name] = open_bundle(bundle, variant=name)
         replay_golden(opened[name])
         result.comparisons += _graph_forms(opened[name], ids, state, truth, tolerance)
-    _qualities(opened, checkpoint, result)
+    _qualities(opened, checkpoint, text, result)
     return result
 
 
@@ -220,7 +223,7 @@ def _graph_forms(
 ) -> list[Comparison]:
     """Steps and chunks of one variant, beside the truth if it is a float one, and each other."""
     form, name = OnnxForm(bundle, _BATCH), bundle.variant
-    quantised = bundle.manifest.variants[name].quantisation is not None
+    quantised = _bits(bundle) is not None
     steps = replay(form, ids, state, size=1)
     longest = max(LENGTHS)
     runs = {
@@ -241,13 +244,11 @@ def _graph_forms(
     return [Comparison(name, "chunks", "its steps", limit, chunks_beside(steps))]
 
 
-def _qualities(opened: dict[str, Bundle], checkpoint: Path | None, result: Verification) -> None:
-    """Every quantised variant beside the float model, on a text that the float model writes."""
-    quantised = {
-        name: bundle
-        for name, bundle in opened.items()
-        if bundle.manifest.variants[name].quantisation is not None
-    }
+def _qualities(
+    opened: dict[str, Bundle], checkpoint: Path | None, text: str | None, result: Verification
+) -> None:
+    """Every quantised variant beside the float model, on a text (None: one that it writes)."""
+    quantised = {name: bundle for name, bundle in opened.items() if _bits(bundle) is not None}
     if not quantised:
         return
     form, label = _float_form(opened, checkpoint)
@@ -257,29 +258,44 @@ def _qualities(opened: dict[str, Bundle], checkpoint: Path | None, result: Verif
             "give --checkpoint"
         )
         return
-    first = next(iter(quantised.values())).manifest
-    start = {spec.name: initial_state(spec, 1) for spec in first.states}
-    ids, wanted = _write_text(form, start, first.tokenizer.eos_token_id)
+    first = next(iter(quantised.values()))
+    manifest = first.manifest
+    start = {spec.name: initial_state(spec, 1) for spec in manifest.states}
+    if text is None:
+        ids = _write_text(form, start, manifest.tokenizer.eos_token_id)
+    else:
+        ids = np.array([first.text.encode(text)[:TEXT_TOKENS]])
+        if ids.size == 0:
+            raise EdgelinError("the text is empty; give one with at least a few hundred words")
+
+    def logits(form: Form) -> Array:
+        return np.concatenate([*replay(form, ids, start, size=manifest.chunk)["logits"].values()])
+
+    wanted = logits(form)
     for name, bundle in quantised.items():
-        record = replay(OnnxForm(bundle, 1), ids, start, size=first.chunk)["logits"]
-        found = np.concatenate([record[t] for t in range(TEXT_TOKENS)])
-        quantisation = bundle.manifest.variants[name].quantisation or {}
+        found = logits(OnnxForm(bundle, 1))
         result.qualities.append(
             Quality(
                 variant=name,
                 against=label,
-                tokens=TEXT_TOKENS,
+                tokens=ids.size,
                 kl=float(divergence(wanted, found).mean()),
                 top1=float((wanted.argmax(-1) == found.argmax(-1)).mean()),
-                limit=KL_LIMITS[int(quantisation["bits"])],
+                limit=KL_LIMITS[_bits(bundle) or 8],
             )
         )
+
+
+def _bits(bundle: Bundle) -> int | None:
+    """Bits of a quantised variant's weights; None for a float one."""
+    quantisation = bundle.manifest.variants[bundle.variant].quantisation
+    return None if quantisation is None else int(quantisation["bits"])
 
 
 def _float_form(opened: dict[str, Bundle], checkpoint: Path | None) -> tuple[Form | None, str]:
     """The float model, from the bundle if it has it, and its name."""
     for name, bundle in opened.items():
-        if bundle.manifest.variants[name].quantisation is None:
+        if _bits(bundle) is None:
             return OnnxForm(bundle, 1), name
     if checkpoint is None:
         return None, ""
@@ -288,16 +304,15 @@ def _float_form(opened: dict[str, Bundle], checkpoint: Path | None) -> tuple[For
     return TorchForm(checkpoint, sequential=False), "the float model in torch"
 
 
-def _write_text(form: Form, state: State, first: int) -> tuple[Array, Array]:
-    """Draw a text from a model at temperature 1: ids [1, T], and the logits [T, vocab] it gave."""
+def _write_text(form: Form, state: State, first: int) -> Array:
+    """Draw a text from a model at temperature 1, ids [1, T]."""
     random = np.random.default_rng(_SEED)
-    ids, logits = [first], []
-    for _ in range(TEXT_TOKENS):
+    ids = [first]
+    while len(ids) < WRITTEN_TOKENS:
         sequences, state = form(np.array([ids[-1:]]), state)
-        logits.append(sequences["logits"][0, 0])
-        cumulative = np.exp(_log_softmax(logits[-1])).cumsum()
+        cumulative = np.exp(_log_softmax(sequences["logits"][0, 0])).cumsum()
         ids.append(int(np.searchsorted(cumulative, random.uniform(0, cumulative[-1]))))
-    return np.array([ids[:-1]]), np.stack(logits)
+    return np.array([ids])
 
 
 def _log_softmax(logits: Array) -> Array:

@@ -27,8 +27,18 @@ from edgelin.export.verify_report import TOLERANCE
     show_default=True,
     help="Largest relative error of a float form, at any position of any tensor.",
 )
+@click.option(
+    "--text",
+    metavar="F",
+    help="Compare quantised variants on this UTF-8 file (also .xz or .gz; - is stdin), not on a "
+    "text that the float model writes.",
+)
 def command(
-    bundle: Path, checkpoint: Path | None, json_path: Path | None, tolerance: float
+    bundle: Path,
+    checkpoint: Path | None,
+    json_path: Path | None,
+    tolerance: float,
+    text: str | None,
 ) -> None:
     """Check a BUNDLE: hashes, golden streams, and one form of the model beside another.
 
@@ -41,11 +51,18 @@ def command(
       edgelin verify bundles/demo --checkpoint examples/demo/checkpoint --json parity.json
     """
     from edgelin.export.verify import verify
+    from edgelin.runtimes.text_file import read_text
 
     def progress(line: str) -> None:
         click.echo(line, err=True)
 
-    result = verify(bundle, checkpoint, tolerance=tolerance, progress=progress)
+    result = verify(
+        bundle,
+        checkpoint,
+        tolerance=tolerance,
+        text=None if text is None else read_text(text),
+        progress=progress,
+    )
     if json_path is not None:
         result.write(json_path)
     click.echo(result.table())

@@ -20,10 +20,11 @@ from edgelin.cli import main
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.export import verify as verifying
-from edgelin.export import verify_torch
+from edgelin.export import verify_golden, verify_torch
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.verify import LENGTHS, divergence, relative_error, replay, verify
 from edgelin.model import LanguageModel
+from edgelin.runtimes import load
 from edgelin.runtimes import manifest as manifests
 
 MIXERS: dict[str, dict[str, Any]] = {
@@ -110,6 +111,24 @@ def test_without_checkpoint(bundle: Path) -> None:
     assert "not compared with the model in torch; give --checkpoint" in done.stdout
 
 
+def test_quality_on_a_given_text(bundle: Path, tmp_path: Path) -> None:
+    """The divergence of two passes over the text, computed here from the runtime's logits."""
+    text = "all forms of a model are one model. " * 20
+    (tmp_path / "text.txt").write_text(text)
+    path = tmp_path / "parity.json"
+    assert _run(bundle, "--text", tmp_path / "text.txt", "--json", path).exit_code == 0
+    logits = []
+    for variant in ("model", "model_q8"):
+        opened = load(bundle, variant=variant)
+        logits.append(opened.stream().feed(opened.text.encode(text), all_logits=True))
+    p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in logits)
+    expected = torch.nn.functional.kl_div(q, p, reduction="batchmean", log_target=True)
+    quality = json.loads(path.read_text())["qualities"][0]
+    assert quality["tokens"] == len(p)
+    assert quality["kl"] == pytest.approx(expected.item(), rel=1e-6)
+    assert quality["top1"] == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+
+
 def test_beyond_tolerance_exits_with_one(bundle: Path, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "parity.json"
     result = _run(bundle, "--checkpoint", checkpoint, "--tolerance", "1e-12", "--json", path)
@@ -188,9 +207,6 @@ def test_large_files_are_hashed_too(bundle: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_golden_stream_is_replayed(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgelin.export import verify_golden
-    from edgelin.runtimes import load
-
     opened = load(bundle, variant="model")
     verify_golden.replay_golden(opened)
     read = json.loads
