@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from edgelin.export.passes.edit import drop_unused
 from edgelin.export.passes.fold import fold
@@ -17,6 +18,7 @@ from edgelin.export.passes.reshapes import clean_reshapes
 from edgelin.export.passes.select_logits import select_logits
 from edgelin.export.passes.silu import expand_silu, fuse_silu
 from edgelin.export.passes.softplus import simplify_softplus
+from edgelin.export.passes.stacks import cancel_stacks
 from edgelin.export.passes.tied_head import fuse_tied_head, plain_tied_head
 from edgelin.export.profiles import Profile
 
@@ -27,9 +29,11 @@ def lower(model: ir.Model, profile: Profile) -> None:
     simplify_softplus(model)
     select_logits(model)
     lower_recurrences(model, profile.form)
+    cancel_stacks(model)
     fold(model)
     fuse_silu(model)
     clean_reshapes(model)
+    CommonSubexpressionEliminationPass()(model)
     hoist_reshapes(model)
     if profile.vendor_ops:
         fuse_norms(model)

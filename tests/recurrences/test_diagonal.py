@@ -332,15 +332,17 @@ def run(model: ort.InferenceSession, made: dict[str, Tensor | None]) -> list[Ten
     return [torch.from_numpy(v) for v in model.run(None, feeds)]
 
 
-CASES = [
-    (form, modes, is_complex)
-    for form, modes, is_complex in itertools.product(("plain", "fused"), MODES, (False, True))
+CASES = [  # fused differs from plain for real selective weights only
+    *(("plain", modes, is_complex) for modes in MODES for is_complex in (False, True)),
+    *(("fused", modes, False) for modes in MODES),
+    ("fused", SELECTIVE, True),
 ]
 
 
 @pytest.mark.parametrize("form, modes, is_complex", CASES)
 def test_onnx_form(form: str, modes: tuple[str, ...], is_complex: bool) -> None:
-    for kind, time in [*itertools.product(("random", *HARD), (1, 7, 64)), ("random", 63)]:
+    random = [("random", time) for time in (1, 7, 63, 64)]
+    for kind, time in [*random, *itertools.product(HARD, (1, 64))]:
         made = inputs(time, modes, is_complex=is_complex, batch=3 if time == 7 else 1)
         if kind != "random":
             made = hard(kind, made)

@@ -11,8 +11,8 @@ computes it once, at load),
 Selective weights: the log-step scan of ``chunked.py``. Shifts are gathers along time whose first
 entries repeat; the transition that multiplies them is zero there, and stays zero as products form.
 
-A complex number is two planes; P and h hold (re, im) pairs on the last axis, the scan stacks them
-on a new first axis.
+A complex number is two values here: two tensors, halves of an axis in P, planes of a new first axis
+in the scan.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ def plain(
         if theta is None:
             return _scan(graph, x, b, c, g, state)
         return _complex_scan(graph, x, b, c, g, theta, state)
-    width = state_dim if theta is None else 2 * state_dim
-    powers = _powers(graph, g, theta, channels, width)
+    powers = _powers(graph, g, theta)
     if theta is None:
-        return _constant(graph, x, b, c, powers, state, channels=channels, width=width)
-    return _complex_constant(graph, x, b, c, powers, state, channels=channels, width=width)
+        return _constant(graph, x, b, c, powers, state, (channels, state_dim))
+    return _complex_constant(graph, x, b, c, powers, state, (channels, 2 * state_dim))
 
 
 def fused(
@@ -132,33 +131,25 @@ def _clamped(graph: Graph, g: ir.Value) -> ir.Value:
 # ---- constant weights
 
 
-def _powers(
-    graph: Graph, g: ir.Value, theta: ir.Value | None, channels: int, width: int
-) -> ir.Value:
-    """Λ^l ``[D, chunk + 1, N]``, complex ``[D, chunk + 1, 2 N]`` with (re, im) side by side.
+def _powers(graph: Graph, g: ir.Value, theta: ir.Value | None) -> ir.Value:
+    """Λ^l ``[chunk + 1, D, N]``, complex ``[chunk + 1, D, 2 N]``: real parts, then imaginary ones.
 
     In float64: the angle l theta reaches hundreds of turns, of which float32 keeps four digits. Cos
     and Sin then are float32, because onnxruntime < 1.32 has no others.
     """
     op, double, single = graph.op, ir.DataType.DOUBLE, ir.DataType.FLOAT
-    steps = graph.const(np.arange(graph.chunk + 1).reshape(-1, 1), np.float64)
+    steps = graph.const(np.arange(graph.chunk + 1).reshape(-1, 1, 1), np.float64)
 
     def times_steps(v: ir.Value) -> ir.Value:
-        wide = op("Cast", [op("Unsqueeze", [v, graph.ints(1)])], to=double)
-        return op("Mul", [wide, steps])  # type: ignore[no-any-return]
+        return op("Mul", [op("Cast", [v], to=double), steps])  # type: ignore[no-any-return]
 
-    magnitude = op("Exp", [times_steps(_clamped(graph, g))])
+    magnitude = op("Cast", [op("Exp", [times_steps(_clamped(graph, g))])], to=single)
     if theta is None:
-        return op("Cast", [magnitude], to=single)  # type: ignore[no-any-return]
+        return magnitude  # type: ignore[no-any-return]
     turn = graph.const(2 * np.pi, np.float64)
     angle = op("Cast", [op("Mod", [times_steps(theta), turn], fmod=1)], to=single)
-    magnitude = op("Cast", [magnitude], to=single)
-    planes = [
-        op("Unsqueeze", [op("Mul", [magnitude, op(part, [angle])]), graph.ints(3)])
-        for part in ("Cos", "Sin")
-    ]
-    pairs = op("Concat", planes, axis=3)
-    return op("Reshape", [pairs, graph.ints(channels, -1, width)])  # type: ignore[no-any-return]
+    planes = [op("Mul", [magnitude, op(part, [angle])]) for part in ("Cos", "Sin")]
+    return op("Concat", planes, axis=2)  # type: ignore[no-any-return]
 
 
 def _constant(
@@ -168,20 +159,15 @@ def _constant(
     c: ir.Value,
     powers: ir.Value,
     state: ir.Value,
-    *,
-    channels: int,
-    width: int,
+    sizes: tuple[int, int],
 ) -> tuple[ir.Value, ir.Value]:
     """Constant real weights."""
     op = graph.op
-    first = op("Gather", [powers, graph.const(1, np.int64)], axis=1)
-    last = op("Gather", [powers, graph.time_scalar()], axis=1)
-    taps = _taps(graph, powers, op("Mul", [b, c]))
+    first = op("Gather", [powers, graph.const(1, np.int64)])
+    last = op("Gather", [powers, graph.time_scalar()])
     read = op("Mul", [state, op("Mul", [c, first])])
-    y, written = _mix(graph, x, powers, taps, read, (channels, width))
-    write = op("Reshape", [written, graph.ints(0, channels, width)])
-    kept = op("Mul", [state, last])
-    return y, op("Add", [kept, op("Mul", [write, b])])
+    y, written = _mix(graph, x, powers, _taps(graph, powers, op("Mul", [b, c])), read, sizes)
+    return y, op("Add", [op("Mul", [state, last]), op("Mul", [written, b])])
 
 
 def _complex_constant(
@@ -191,47 +177,55 @@ def _complex_constant(
     c: ir.Value,
     powers: ir.Value,
     state: ir.Value,
-    *,
-    channels: int,
-    width: int,
+    sizes: tuple[int, int],
 ) -> tuple[ir.Value, ir.Value]:
-    """Constant complex weights; pairs are (re, im) on a last axis of 2."""
+    """Constant complex weights. Re(p q) is the sum of p times (re, -im) of q."""
     op = graph.op
-    pair = graph.ints(channels, width // 2, 2)
-
-    def power(index: ir.Value) -> ir.Value:
-        row = op("Gather", [powers, index], axis=1)
-        return op("Reshape", [row, pair])  # type: ignore[no-any-return]
-
-    conjugate = graph.const([1, -1])
-    product = op("Mul", [_times(graph, b, c), conjugate])
-    taps = _taps(graph, powers, op("Reshape", [product, graph.ints(channels, width)]))
-    # Re(p q) is the sum over the pair of p times the conjugate of q.
-    weights = _times(graph, c, power(graph.const(1, np.int64)))
-    read = op("Mul", [_times(graph, weights, state), conjugate])
-    y, written = _mix(graph, x, powers, taps, read, (channels, width))
-    write = op("Reshape", [written, graph.ints(0, channels, width // 2, 2)])
-    kept = _times(graph, power(graph.time_scalar()), state)
-    return y, op("Add", [kept, _times(graph, b, write)])
+    h, b_pair, c_pair = (_unstack(graph, v) for v in (state, b, c))
+    first = _halves(graph, op("Gather", [powers, graph.const(1, np.int64)]), 1)
+    last = _halves(graph, op("Gather", [powers, graph.time_scalar()]), 1)
+    real, imag = _times(graph, b_pair, c_pair)
+    taps = _taps(graph, powers, op("Concat", [real, op("Neg", [imag])], axis=1))
+    real, imag = _times(graph, c_pair, first)
+    straight = op("Mul", [op("Concat", h, axis=2), op("Concat", [real, op("Neg", [real])], axis=1)])
+    crossed = op("Mul", [op("Concat", h[::-1], axis=2), op("Concat", [imag, imag], axis=1)])
+    y, written = _mix(graph, x, powers, taps, op("Sub", [straight, crossed]), sizes)
+    kept = _times(graph, last, h)
+    added = _times(graph, b_pair, _halves(graph, written, 2))
+    after = [op("Add", [k, v]) for k, v in zip(kept, added, strict=True)]
+    return y, op("Concat", [op("Unsqueeze", [v, graph.ints(3)]) for v in after], axis=3)
 
 
-def _times(graph: Graph, p: ir.Value, q: ir.Value) -> ir.Value:
-    """Complex product of pairs; what depends on p alone is left to constant folding."""
+Pair = tuple[ir.Value, ir.Value]
+
+
+def _unstack(graph: Graph, pairs: ir.Value) -> Pair:
+    """Real and imaginary parts off the last axis."""
+    axis = graph.ints(_rank(pairs) - 1)
+    cut = [graph.op("Slice", [pairs, graph.ints(i), graph.ints(i + 1), axis]) for i in (0, 1)]
+    real, imag = (graph.op("Squeeze", [v, axis]) for v in cut)
+    return real, imag
+
+
+def _halves(graph: Graph, v: ir.Value, axis: int) -> Pair:
+    """Real and imaginary parts, one after the other on an axis."""
+    return graph.op("Split", [v], outputs=2, axis=axis, num_outputs=2)  # type: ignore[no-any-return]
+
+
+def _times(graph: Graph, p: Pair, q: Pair) -> Pair:
+    """Complex product."""
     op = graph.op
-    real = op("Gather", [p, graph.ints(0, 0)], axis=-1)
-    imag = op("Mul", [op("Gather", [p, graph.ints(1, 1)], axis=-1), graph.const([-1, 1])])
-    turned = op("Gather", [q, graph.ints(1, 0)], axis=-1)
-    return op("Add", [op("Mul", [real, q]), op("Mul", [imag, turned])])  # type: ignore[no-any-return]
+    real = op("Sub", [op("Mul", [p[0], q[0]]), op("Mul", [p[1], q[1]])])
+    return real, op("Add", [op("Mul", [p[0], q[1]]), op("Mul", [p[1], q[0]])])
 
 
 def _taps(graph: Graph, powers: ir.Value, weights: ir.Value) -> ir.Value:
     """Re(sum_n Λ^l b c) ``[chunk + 1, D]``; the last row is 0, for j > i."""
     op = graph.op
-    whole = op("Mul", [powers, op("Unsqueeze", [weights, graph.ints(1)])])
-    sums = op("ReduceSum", [whole, graph.ints(-1)], keepdims=0)
+    sums = op("ReduceSum", [op("Mul", [powers, weights]), graph.ints(2)], keepdims=0)
     mask = np.ones((graph.chunk + 1, 1))
     mask[-1] = 0
-    return op("Mul", [op("Transpose", [sums], perm=[1, 0]), graph.const(mask)])  # type: ignore[no-any-return]
+    return op("Mul", [sums, graph.const(mask)])  # type: ignore[no-any-return]
 
 
 def _mix(
@@ -242,24 +236,29 @@ def _mix(
     read: ir.Value,
     sizes: tuple[int, int],
 ) -> tuple[ir.Value, ir.Value]:
-    """y ``[B, T, D]`` and sum_j Λ^{T-1-j} x_j ``[B, D, 1, width]``; ``read`` is c Λ h."""
+    """y ``[B, T, D]`` and sum_j Λ^{T-1-j} x_j ``[B, D, N or 2 N]``; ``read`` is c Λ h.
+
+    Products, then sums: a MatMul of D small matrices takes 3 times as long at T = 1. The sum over
+    time is a product with ones, because onnxruntime's ReduceSum over it is 10 times slower.
+    """
     op = graph.op
     channels, width = sizes
-    lags, backward, ends = graph.shared("diagonal_lags", lambda: _lags(graph))
-    table = op("Slice", [powers, graph.ints(0), ends, graph.ints(1)])
-    column = op("Reshape", [read, graph.ints(0, channels, width, 1)])
-    carried = op("Squeeze", [op("MatMul", [table, column]), graph.ints(3)])
+    lags, backward, ones, ends = graph.shared("diagonal_lags", lambda: _lags(graph))
+    rows = op("Slice", [powers, graph.ints(0), ends, graph.ints(0)])
+    carried = op("Mul", [rows, op("Unsqueeze", [read, graph.ints(1)])])
+    carried = op("ReduceSum", [carried, graph.ints(3)], keepdims=0)
     toeplitz = op("Gather", [taps, lags], axis=0)  # [T, T, D]
-    products = op("Mul", [toeplitz, op("Unsqueeze", [x, graph.ints(1)])])
-    within = op("ReduceSum", [products, graph.ints(2)], keepdims=0)
-    y = op("Add", [within, op("Transpose", [carried], perm=[0, 2, 1])])
-    latest_first = op("Transpose", [op("Gather", [x, backward], axis=1)], perm=[0, 2, 1])
-    row = op("Unsqueeze", [latest_first, graph.ints(2)])
-    return y, op("MatMul", [row, table])
+    within = op("Mul", [toeplitz, op("Unsqueeze", [x, graph.ints(1)])])
+    within = op("ReduceSum", [within, graph.ints(2)], keepdims=0)
+    latest_first = op("Gather", [x, backward], axis=1)
+    written = op("Mul", [rows, op("Unsqueeze", [latest_first, graph.ints(3)])])
+    flat = op("Reshape", [written, graph.ints(0, 0, channels * width)])
+    written = op("Reshape", [op("MatMul", [ones, flat]), graph.ints(0, channels, width)])
+    return op("Add", [within, carried]), written
 
 
-def _lags(graph: Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Rows of the taps ``[T, T]``, the times T - 1 .. 0, and T as ``[1]``."""
+def _lags(graph: Graph) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """Rows of the taps ``[T, T]``, the times T - 1 .. 0, ones ``[1, T]``, and T as ``[1]``."""
     chunk = graph.chunk
     steps = np.arange(chunk)
     lags = steps[:, None] - steps
@@ -282,7 +281,8 @@ def _lags(graph: Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
             graph.ints(chunk),
         ],
     )
-    return square, backward, ends
+    ones = graph.cut_to_time(np.ones((1, chunk)), by_time[:, None], (1,))
+    return square, backward, ones, ends
 
 
 # ---- selective weights
