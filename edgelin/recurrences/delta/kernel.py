@@ -2,13 +2,14 @@
 
 The equations are those of ``chunked.py``. Three launches:
 
-    invert   every chunk on its own: X = (I + L)^-1, e^G and e^{G_64 - G}
+    invert   every chunk on its own: X - I with X = (I + L)^-1; e^G and e^{G_64 - G}
     states   one chunk after the other, parallel over batch, heads and value blocks:
              u = X beta (v - e^G k S);  S <- e^{G_64} S + k^T (e^{G_64 - G} u)
     output   every chunk on its own: o = scale (e^G q S + (D * q k^T) u)
 
 Dots run in the dtype of the values (bfloat16 on tensor cores, float32 in full precision) and add up
-in float32; states, decays and the inverse are float32. Rows past T load as zeros, which write and
+in float32; states, decays and the inverse are float32. X is kept without its diagonal of ones, so
+that X r = r + (X - I) r rounds only the second term. Rows past T load as zeros, which write and
 decay nothing.
 
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
@@ -105,15 +106,15 @@ def total_decay(prefix, bh, n, T, H, HAS_G: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
                   K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr,
-                  PRECISION: tl.constexpr, INVERSE: tl.constexpr):  # fmt: skip
-    """X of one chunk by masked block recursion, and its decay factors."""
+                  INVERSE: tl.constexpr):  # fmt: skip
+    """X - I of one chunk by masked block recursion, and its decay factors."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     row, valid = chunk_rows(bh, n, T, H)
     gram = tl.zeros([C, C], dtype=tl.float32)
     for start in range(0, K, BK):
         keys = tile(k, row, valid, start, K, BK)
-        gram = tl.dot(keys, tl.trans(keys), gram, input_precision=PRECISION)
+        gram = tl.dot(keys, tl.trans(keys), gram, input_precision="ieee")
     sums = decay_sums(g, row, valid, HAS_G)
     strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
 
@@ -121,12 +122,12 @@ def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
     j = tl.arange(0, C)[None, :]
     lower = tl.where(i > j, strength[:, None] * decay_matrix(sums) * gram, 0.0)
     x = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), lower, 0.0)
-    for level in tl.static_range(1, 6):
+    for level in range(1, 6):
         same_pair = (i >> (level + 1)) == (j >> (level + 1))
         quarter = tl.where(same_pair & ((i >> level) > (j >> level)), lower, 0.0)
         step = tl.dot(quarter, x, input_precision=INVERSE)
         x -= tl.dot(x, step, input_precision=INVERSE)
-    put_tile(inverse, x, row, valid, 0, C, C)
+    put_tile(inverse, tl.where(i == j, 0.0, x), row, valid, 0, C, C)
     if HAS_G:
         # summed from the end: the last token of a chunk loses nothing
         later = valid & (tl.arange(0, C) < C - 1) & (n * C + tl.arange(0, C) + 1 < T)
@@ -138,7 +139,7 @@ def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
 @triton.jit(do_not_specialize=["T"])
 def states_kernel(k, v, beta, inverse, prefix, suffix, state, states, writes, final, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  HAS_G: tl.constexpr):  # fmt: skip
     """Pass a block of state columns through all chunks; keep each chunk's state and writes."""
     bh = tl.program_id(0)
     v_start = tl.program_id(1) * BV
@@ -151,24 +152,24 @@ def states_kernel(k, v, beta, inverse, prefix, suffix, state, states, writes, fi
         read = current.to(v.dtype.element_ty)
         tl.store(states + kept, read, mask=inside)
         keys = tile(k, row, valid, 0, K, BK)
-        old = tl.dot(keys, read, input_precision=PRECISION)
+        old = tl.dot(keys, read, input_precision="ieee")
         strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
         before = factor(prefix, row, valid, HAS_G)
         values = tile(v, row, valid, v_start, V, BV).to(tl.float32)
         values = strength[:, None] * (values - before[:, None] * old)
         x = tile(inverse, row, valid, 0, C, C)
-        new = tl.dot(x, values.to(x.dtype), input_precision=PRECISION)
+        new = tl.dot(x, values.to(x.dtype), values, input_precision="ieee")
         put_tile(writes, new, row, valid, v_start, V, BV)
         new = (factor(suffix, row, valid, HAS_G)[:, None] * new).to(keys.dtype)
         current *= total_decay(prefix, bh, n, T, H, HAS_G)
-        current = tl.dot(tl.trans(keys), new, current, input_precision=PRECISION)
+        current = tl.dot(tl.trans(keys), new, current, input_precision="ieee")
     tl.store(final + cells, current, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
 def output_kernel(q, k, g, states, writes, o, scale, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  HAS_G: tl.constexpr):  # fmt: skip
     """Outputs of one chunk, one block of value columns."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -181,13 +182,13 @@ def output_kernel(q, k, g, states, writes, o, scale, T, H,
         keys = tile(k, row, valid, start, K, BK)
         cells, inside = state_cells(tl.program_id(0), start, v_start, K, V, BK, BV)
         block = tl.load(states + cells, mask=inside, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), scores, input_precision=PRECISION)
-        out = tl.dot(queries, block, out, input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(keys), scores, input_precision="ieee")
+        out = tl.dot(queries, block, out, input_precision="ieee")
     sums = decay_sums(g, row, valid, HAS_G)
     new = tile(writes, row, valid, v_start, V, BV)
     scores = (scores * decay_matrix(sums)).to(new.dtype)
     out *= tl.exp(sums.to(tl.float32))[:, None]
-    out = tl.dot(scores, new, out, input_precision=PRECISION)
+    out = tl.dot(scores, new, out, input_precision="ieee")
     put_tile(o, scale * out, row, valid, v_start, V, BV)
 
 
@@ -198,9 +199,8 @@ class Blocks(NamedTuple):
     key_part: int  # block of a loop over the key width
     value_part: int  # block of a loop or a grid over the value width
     state_value: int  # block of state columns that one program carries along
-    state_warps: int
-    precision: str
     inverse_precision: str
+    warps: int
     stages: int
 
     @classmethod
@@ -212,16 +212,17 @@ class Blocks(NamedTuple):
         value = max(16, triton.next_power_of_2(width))
         part = 32 if full else 64
         # wide columns save reads of the keys; narrow ones make programs when there are few
-        few = batch * heads * width < 128 * 64
+        columns = 32 if key > 128 or batch * heads * width < 128 * 64 else 64
+        if full:  # without tensor cores a dot keeps both operands in registers
+            columns = 16 if key > 64 else 32
         return cls(
             key=key,
             key_part=min(key, part),
             value_part=min(value, part),
-            state_value=min(value, 32 if full or few or key > 128 else 64),
-            state_warps=8 if full and key > 64 else 4,
-            precision="ieee",
+            state_value=min(value, columns),
             # three tf32 products on tensor cores are exact enough beside bfloat16 inputs
             inverse_precision="ieee" if full else "tf32x3",
+            warps=8 if full else 4,
             stages=1 if full else 2,
         )
 
@@ -250,7 +251,7 @@ class Inputs(NamedTuple):
 class Carried(NamedTuple):
     """What the chunks compute before the outputs."""
 
-    inverse: Tensor  # X [B, T, H, 64], row of the token
+    inverse: Tensor  # X - I [B, T, H, 64], row of the token
     prefix: Tensor  # e^G [B, T, H]
     suffix: Tensor  # e^{G_64 - G} [B, T, H]
     states: Tensor  # before each chunk [B, H, N, K, V]
@@ -272,13 +273,13 @@ def carry(x: Inputs, blocks: Blocks) -> Carried:
     final = torch.empty_like(x.state)
     invert_kernel[(batch * heads * chunks,)](
         x.k, x.beta, x.g, inverse, prefix, suffix, time, heads,
-        K=key, BK=blocks.key_part, HAS_G=x.has_g, PRECISION=blocks.precision,
-        INVERSE=blocks.inverse_precision, num_warps=4, num_stages=blocks.stages,
+        K=key, BK=blocks.key_part, HAS_G=x.has_g, INVERSE=blocks.inverse_precision,
+        num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     states_kernel[(batch * heads, triton.cdiv(width, blocks.state_value))](
         x.k, x.v, x.beta, inverse, prefix, suffix, x.state, states, writes, final, time, heads,
         K=key, V=width, BK=blocks.key, BV=blocks.state_value, HAS_G=x.has_g,
-        PRECISION=blocks.precision, num_warps=blocks.state_warps, num_stages=blocks.stages,
+        num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return Carried(inverse, prefix, suffix, states, writes, final)
 
@@ -303,6 +304,6 @@ def forward(
         output_kernel[grid](
             x.q, x.k, x.g, carried.states, carried.writes, o, scale, time, heads,
             K=x.k.shape[-1], V=width, BK=blocks.key_part, BV=blocks.value_part, HAS_G=x.has_g,
-            PRECISION=blocks.precision, num_warps=4, num_stages=blocks.stages,
+            num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     return o, carried.final

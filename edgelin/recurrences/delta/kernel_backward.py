@@ -51,7 +51,7 @@ from edgelin.recurrences.delta.kernel import (
 @triton.jit(do_not_specialize=["T"])
 def local_kernel(q, k, g, do, du, scale, T, H,
                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                 HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                 HAS_G: tl.constexpr):  # fmt: skip
     """Gradient of the writes through the outputs of their own chunk."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -61,14 +61,14 @@ def local_kernel(q, k, g, do, du, scale, T, H,
     for start in range(0, K, BK):
         queries = tile(q, row, valid, start, K, BK)
         keys = tile(k, row, valid, start, K, BK)
-        scores = tl.dot(keys, tl.trans(queries), scores, input_precision=PRECISION)
+        scores = tl.dot(keys, tl.trans(queries), scores, input_precision="ieee")
     sums = decay_sums(g, row, valid, HAS_G)
     position = tl.arange(0, C)
     exponent = (sums[None, :] - sums[:, None]).to(tl.float32)
     later = position[None, :] >= position[:, None]
     scores *= scale * tl.exp(tl.where(later, exponent, float("-inf")))
     outer = tile(do, row, valid, v_start, V, BV)
-    out = tl.dot(scores.to(outer.dtype), outer, input_precision=PRECISION)
+    out = tl.dot(scores.to(outer.dtype), outer, input_precision="ieee")
     put_tile(du, out, row, valid, v_start, V, BV)
 
 
@@ -76,7 +76,7 @@ def local_kernel(q, k, g, do, du, scale, T, H,
 def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates, dr, dstate,
                    scale, T, H,
                    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                   HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   HAS_G: tl.constexpr):  # fmt: skip
     """Pass the gradient of a block of state columns back through all chunks."""
     bh = tl.program_id(0)
     v_start = tl.program_id(1) * BV
@@ -90,11 +90,11 @@ def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates,
         read = current.to(q.dtype.element_ty)
         tl.store(dstates + kept, read, mask=inside)
         keys = tile(k, row, valid, 0, K, BK)
-        write = tl.dot(keys, read, input_precision=PRECISION)
+        write = tl.dot(keys, read, input_precision="ieee")
         write = factor(suffix, row, valid, HAS_G)[:, None] * write
         write += tile(du, row, valid, v_start, V, BV).to(tl.float32)
         x = tile(inverse, row, valid, 0, C, C)
-        solved = tl.dot(tl.trans(x), write.to(x.dtype), input_precision=PRECISION)
+        solved = tl.dot(tl.trans(x), write.to(x.dtype), write, input_precision="ieee")
         put_tile(dr, solved, row, valid, v_start, V, BV)
         before = factor(prefix, row, valid, HAS_G)
         strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
@@ -103,16 +103,16 @@ def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates,
         solved = ((-strength * before)[:, None] * solved).to(read.dtype)
         queries = tile(q, row, valid, 0, K, BK)
         current *= total_decay(prefix, bh, n, T, H, HAS_G)
-        current = tl.dot(tl.trans(queries), outer, current, input_precision=PRECISION)
-        current = tl.dot(tl.trans(keys), solved, current, input_precision=PRECISION)
+        current = tl.dot(tl.trans(queries), outer, current, input_precision="ieee")
+        current = tl.dot(tl.trans(keys), solved, current, input_precision="ieee")
     tl.store(dstate + cells, current, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
-def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, dbeta, dsums,
+def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, strengths, dsums,
                   scale, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  HAS_G: tl.constexpr):  # fmt: skip
     """dv, the gradients of q k^T and k k^T, and what they give to beta and G."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -125,8 +125,8 @@ def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, dbeta, 
         new = tl.trans(tile(writes, row, valid, start, V, BV))
         outer = tile(do, row, valid, start, V, BV)
         solved = tile(dr, row, valid, start, V, BV)
-        dp = tl.dot(outer, new, dp, input_precision=PRECISION)
-        dl = tl.dot(solved, new, dl, input_precision=PRECISION)
+        dp = tl.dot(outer, new, dp, input_precision="ieee")
+        dl = tl.dot(solved, new, dl, input_precision="ieee")
         solved = solved.to(tl.float32)
         values = tile(v, row, valid, start, V, BV).to(tl.float32)
         put_tile(dv, strength[:, None] * solved, row, valid, start, V, BV)
@@ -136,8 +136,8 @@ def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, dbeta, 
     for start in range(0, K, BK):
         keys = tile(k, row, valid, start, K, BK)
         queries = tile(q, row, valid, start, K, BK)
-        gram = tl.dot(keys, tl.trans(keys), gram, input_precision=PRECISION)
-        scores = tl.dot(queries, tl.trans(keys), scores, input_precision=PRECISION)
+        gram = tl.dot(keys, tl.trans(keys), gram, input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(keys), scores, input_precision="ieee")
     decay = decay_matrix(decay_sums(g, row, valid, HAS_G))
     position = tl.arange(0, C)
     below = position[:, None] > position[None, :]
@@ -147,7 +147,7 @@ def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, dbeta, 
     dl *= strength[:, None]
     put_tile(dscores, dp, row, valid, 0, C, C)
     put_tile(dlower, dl, row, valid, 0, C, C)
-    tl.store(dbeta + row, db, mask=valid)
+    tl.store(strengths + row, db, mask=valid)
     if HAS_G:
         # the diagonal has no decay: left out, since it would only cancel
         both = tl.where(below, dp * scores + dl * gram, 0.0)
@@ -156,9 +156,9 @@ def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, dbeta, 
 
 @triton.jit(do_not_specialize=["T"])
 def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
-                dscores, dlower, dsums, dq, dk, dbeta, dg, scale, T, H,
+                dscores, dlower, strengths, dsums, dq, dk, dbeta, dg, scale, T, H,
                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                HAS_G: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                HAS_G: tl.constexpr):  # fmt: skip
     """dq and dk, one block of key columns after the other; then dbeta and dg are whole."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -166,8 +166,6 @@ def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
     before = factor(prefix, row, valid, HAS_G)
     after = factor(suffix, row, valid, HAS_G)
     strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
-    dp = tile(dscores, row, valid, 0, C, C)
-    dl = tile(dlower, row, valid, 0, C, C)
     through_read = tl.zeros([C], dtype=tl.float32)
     through_erase = tl.zeros([C], dtype=tl.float32)
     through_write = tl.zeros([C], dtype=tl.float32)
@@ -183,9 +181,9 @@ def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
             outer = tile(do, row, valid, v_start, V, BV)
             new = tile(writes, row, valid, v_start, V, BV)
             solved = tile(dr, row, valid, v_start, V, BV)
-            read = tl.dot(outer, tl.trans(state), read, input_precision=PRECISION)
-            erase = tl.dot(solved, tl.trans(state), erase, input_precision=PRECISION)
-            write = tl.dot(new, tl.trans(dstate), write, input_precision=PRECISION)
+            read = tl.dot(outer, tl.trans(state), read, input_precision="ieee")
+            erase = tl.dot(solved, tl.trans(state), erase, input_precision="ieee")
+            write = tl.dot(new, tl.trans(dstate), write, input_precision="ieee")
             if HAS_G:
                 through_state += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
         queries = tile(q, row, valid, k_start, K, BK)
@@ -197,14 +195,16 @@ def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
         through_read += tl.sum(read * queries.to(tl.float32), axis=1)
         through_erase += tl.sum(erase * keys32, axis=1)
         through_write += tl.sum(write * keys32, axis=1)
-        read = tl.dot(dp, keys, read, input_precision=PRECISION)
+        dp = tile(dscores, row, valid, 0, C, C)
+        dl = tile(dlower, row, valid, 0, C, C)
+        read = tl.dot(dp, keys, read, input_precision="ieee")
         put_tile(dq, read, row, valid, k_start, K, BK)
         write -= strength[:, None] * erase
-        write = tl.dot(tl.trans(dp), queries, write, input_precision=PRECISION)
-        write = tl.dot(tl.trans(dl), keys, write, input_precision=PRECISION)
-        write = tl.dot(dl, keys, write, input_precision=PRECISION)
+        write = tl.dot(tl.trans(dp), queries, write, input_precision="ieee")
+        write = tl.dot(tl.trans(dl), keys, write, input_precision="ieee")
+        write = tl.dot(dl, keys, write, input_precision="ieee")
         put_tile(dk, write, row, valid, k_start, K, BK)
-    share = tl.load(dbeta + row, mask=valid, other=0.0)
+    share = tl.load(strengths + row, mask=valid, other=0.0)
     tl.store(dbeta + row, share - through_erase, mask=valid)
     if HAS_G:
         sums = tl.load(dsums + row, mask=valid, other=0.0)
@@ -233,17 +233,17 @@ def _reverse(
     key = x.k.shape[-1]
     du, dr = torch.empty_like(x.v), torch.empty_like(x.v)
     dstates, dstate = torch.empty_like(carried.states), torch.empty_like(x.state)
-    sizes = {"K": key, "V": width, "HAS_G": x.has_g, "PRECISION": blocks.precision}
+    sizes = {"K": key, "V": width, "HAS_G": x.has_g,
+             "num_warps": blocks.warps, "num_stages": blocks.stages}  # fmt: skip
     grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, blocks.value_part))
     local_kernel[grid](
         x.q, x.k, x.g, do, du, scale, time, heads,
-        BK=blocks.key_part, BV=blocks.value_part, **sizes, num_warps=4, num_stages=blocks.stages,
+        BK=blocks.key_part, BV=blocks.value_part, **sizes,
     )  # fmt: skip
     reverse_kernel[(batch * heads, triton.cdiv(width, blocks.state_value))](
         x.q, x.k, x.beta, carried.inverse, carried.prefix, carried.suffix, do, du, dfinal,
         dstates, dr, dstate, scale, time, heads,
         BK=blocks.key, BV=blocks.state_value, **sizes,
-        num_warps=blocks.state_warps, num_stages=blocks.stages,
     )  # fmt: skip
     return Solved(dr, dstates, dstate)
 
@@ -269,19 +269,19 @@ def backward(
         batch, time, heads, width = v.shape
         dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
         dscores, dlower = (torch.empty_like(carried.inverse) for _ in range(2))
-        dbeta = v.new_empty(batch, time, heads, dtype=torch.float32)
+        strengths, dbeta = (v.new_empty(batch, time, heads, dtype=torch.float32) for _ in range(2))
         dsums, dg = (torch.empty_like(carried.prefix) for _ in range(2))
         grid = (batch * heads * triton.cdiv(time, CHUNK),)
         sizes = {"K": x.k.shape[-1], "V": width, "BK": blocks.key_part, "BV": blocks.value_part,
-                 "HAS_G": x.has_g, "PRECISION": blocks.precision,
-                 "num_warps": 4, "num_stages": blocks.stages}  # fmt: skip
+                 "HAS_G": x.has_g,
+                 "num_warps": blocks.warps, "num_stages": blocks.stages}  # fmt: skip
         scores_kernel[grid](
             x.q, x.k, x.v, x.beta, x.g, carried.writes, do, solved.dr, dv, dscores, dlower,
-            dbeta, dsums, scale, time, heads, **sizes,
+            strengths, dsums, scale, time, heads, **sizes,
         )  # fmt: skip
         keys_kernel[grid](
             x.q, x.k, x.beta, x.g, carried.prefix, carried.suffix, carried.states, carried.writes,
-            do, solved.dr, solved.dstates, dscores, dlower, dsums, dq, dk, dbeta, dg,
+            do, solved.dr, solved.dstates, dscores, dlower, strengths, dsums, dq, dk, dbeta, dg,
             scale, time, heads, **sizes,
         )  # fmt: skip
     dg = state.new_empty(0) if g is None else dg
