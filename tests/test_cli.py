@@ -74,6 +74,20 @@ def test_user_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout == ""
 
 
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def fails() -> None:
+        importlib.import_module("torch")
+
+    monkeypatch.setattr(main, "get_command", lambda ctx, name: fails)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = CliRunner().invoke(main, ["export"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        'Error: this needs torch, which is not installed: pip install "edgelin[export]"\n'
+    )
+
+
 def test_wrong_usage_exits_with_two() -> None:
     result = CliRunner().invoke(main, ["no-such-command"])
     assert result.exit_code == 2

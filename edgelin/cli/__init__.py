@@ -11,6 +11,15 @@ import click
 from edgelin import __version__
 from edgelin.errors import EdgelinError
 
+# What only some commands import, and the extra that brings it.
+_EXTRAS = {
+    "torch": "export",
+    "onnx": "export",
+    "onnx_ir": "export",
+    "onnxscript": "export",
+    "triton": "train",
+    "matplotlib": "plot",
+}
 _COMMANDS = ("train", "export", "verify", "run", "eval", "inspect", "bench")
 
 
@@ -27,12 +36,17 @@ class _LazyGroup(click.Group):
         return command
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, telling an :class:`EdgelinError` in one line."""
+        """Run, telling an :class:`EdgelinError` or a missing extra in one line."""
         try:
             return super().main(*args, **kwargs)
         except EdgelinError as error:
             click.echo(f"Error: {error}", err=True)
-            sys.exit(1)
+        except ModuleNotFoundError as error:
+            if error.name not in _EXTRAS:
+                raise
+            extra = f'pip install "edgelin[{_EXTRAS[error.name]}]"'
+            click.echo(f"Error: this needs {error.name}, which is not installed: {extra}", err=True)
+        sys.exit(1)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
