@@ -66,7 +66,7 @@ def export_checkpoint(
     chosen = find(profile)
     check_onnxruntime(chosen.min_onnxruntime(quantised=any(recipes.values())))
     if out.exists() and not force:
-        raise EdgelinError(f"{out} exists; choose another --output, or replace it with --force")
+        raise EdgelinError(f"{out} exists; choose another --out, or replace it with --force")
     _say(f"reading {checkpoint}")
     model, _ = checkpoints.load(checkpoint)
     with _staging(out) as folder:
@@ -200,7 +200,7 @@ def _staging(out: Path) -> Iterator[Path]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise EdgelinError(
-            f"{out} cannot be written: {reason}; free some space or choose another --output"
+            f"{out} cannot be written: {reason}; free some space or choose another --out"
         ) from error
     finally:
         if folder is not None:

@@ -211,8 +211,14 @@ class _Work:
 
     def _round(self, name: str, rows: Array, bits: int) -> Rounded:
         """Round one matrix and note its error."""
+        # Zero points lower the error of 16 codes by a ninth and cost 2 % of a step's time; of the
+        # error with 256 codes, what int8 activations add is the larger part anyway.
         rounded = round_matrix(
-            rows, bits, self.recipe.block_size, importance=self.importance.get(name)
+            rows,
+            bits,
+            self.recipe.block_size,
+            symmetric=bits == 8,
+            importance=self.importance.get(name),
         )
         wrong = np.linalg.norm(rounded.values(rows.shape[1]) - rows)
         self.outcome.matrices[name] = {

@@ -11,7 +11,8 @@ import click
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "-o",
-    "--output",
+    "--out",
+    "output",
     type=click.Path(path_type=Path),
     help="Folder to make.  [default: CHECKPOINT-bundle]",
 )
@@ -37,7 +38,7 @@ def command(
     """Turn CHECKPOINT into a bundle that a device can run.
 
     The bundle is run and compared with the model before it is put in place. A report is printed;
-    if a gate is missed, the bundle is kept as OUTPUT.failed and the exit code is 1.
+    if a gate is missed, the bundle is kept as OUT.failed and the exit code is 1.
 
     \b
     Example:

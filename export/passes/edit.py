@@ -40,6 +40,13 @@ def add_constant(model: ir.Model, name: str, array: npt.NDArray[np.generic]) -> 
     return value
 
 
+def same_shape(one: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Whether both shapes are known, axis by axis, and equal."""
+    if one is None or other is None or one != other:
+        return False
+    return all(isinstance(size, int) or size.value is not None for size in one)
+
+
 def only_user(value: ir.Value) -> ir.Node | None:
     """The node that alone reads ``value``, or None when there are others or it is an output."""
     nodes = {use.node for use in value.uses()}

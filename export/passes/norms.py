@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgelin.export.passes.edit import add_constant, drop_unused, replace
+from edgelin.export.passes.edit import add_constant, drop_unused, replace, same_shape
 
 
 def fuse_norms(model: ir.Model) -> bool:
@@ -77,7 +77,7 @@ def _is_residual_sum(node: ir.Node) -> bool:
     if node.op_type != "Add" or node.domain:
         return False
     left, right = (value.shape if value is not None else None for value in node.inputs)
-    return left is not None and left == right and len(left) == 3
+    return left is not None and same_shape(left, right) and len(left) == 3
 
 
 def _named_after(new: ir.Value, old: ir.Value) -> ir.Value:

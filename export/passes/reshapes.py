@@ -15,7 +15,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgelin.export.passes.edit import add_constant, constant, drop_unused, replace
+from edgelin.export.passes.edit import (
+    add_constant,
+    constant,
+    drop_unused,
+    replace,
+    same_shape,
+)
 
 
 def clean_reshapes(model: ir.Model) -> bool:
@@ -119,17 +125,10 @@ def _does_nothing(node: ir.Node) -> bool:
         perm = node.attributes.get_ints("perm")
         return perm is not None and list(perm) == sorted(perm)
     if node.op_type in ("Reshape", "Expand"):
-        return _same_shape(before, after) or (
+        return same_shape(before.shape, after.shape) or (
             node.op_type == "Reshape" and _keeps(constant(node.inputs[1]), before)
         )
     return False
-
-
-def _same_shape(before: ir.Value, after: ir.Value) -> bool:
-    """Whether both shapes are known, axis by axis, and equal."""
-    if before.shape is None or after.shape is None or before.shape != after.shape:
-        return False
-    return all(isinstance(size, int) or size.value is not None for size in before.shape)
 
 
 def _keeps(spec: np.ndarray[tuple[int, ...], np.dtype[np.generic]] | None, value: ir.Value) -> bool:

@@ -41,7 +41,7 @@ def test_export_writes_a_bundle_and_prints_the_report(folder: Path) -> None:
     again = CliRunner().invoke(main, arguments)
     assert again.exit_code == 1
     assert again.stderr == (
-        f"Error: {out} exists; choose another --output, or replace it with --force\n"
+        f"Error: {out} exists; choose another --out, or replace it with --force\n"
     )
 
 

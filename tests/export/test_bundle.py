@@ -153,7 +153,7 @@ def test_full_disk_leaves_nothing(
         quick(out)
     assert str(caught.value) == (
         f"{out} cannot be written: No space left on device; "
-        "free some space or choose another --output"
+        "free some space or choose another --out"
     )
     _nothing_left(tmp_path)
 
@@ -200,7 +200,7 @@ def test_existing_target_is_kept_or_replaced(quick: Callable[..., Any], tmp_path
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("old")
-    with pytest.raises(EdgelinError, match="exists; choose another --output"):
+    with pytest.raises(EdgelinError, match="exists; choose another --out"):
         quick(out)
     assert (out / "old").exists()
     report = quick(out, force=True)

@@ -132,23 +132,33 @@ def test_a_reshape_that_moves_an_axis_stays() -> None:
 def test_flatten_before_split() -> None:
     s = Sketch()
     heads = s.op("Reshape", [s.x, s.const(np.array([0, 0, H, K]))], [B, T, H, K])
-    turned = s.op("Neg", [heads], [B, T, H, K])
+    turned = s.op("Softmax", [heads], [B, T, H, K], axis=-1)
     first = s.op("Split", [turned], [B, T, 1, K], axis=2, num_outputs=2, outputs=2)
     flat = s.const(np.array([0, 0, K]))
     parts = [s.op("Reshape", [v, flat], [B, T, K]) for v in first.producer().outputs]
     y = s.op("Sub", parts, [B, T, K])
-    check(s.model(y), hoist_reshapes, ["Reshape", "Neg", "Reshape", "Split", "Sub"])
+    check(s.model(y), hoist_reshapes, ["Reshape", "Softmax", "Reshape", "Split", "Sub"])
 
 
 def test_gate_is_applied_after_the_reshape() -> None:
     s = Sketch()
     heads = s.const(np.array([0, 0, H, K]))
-    left = s.op("Neg", [s.op("Reshape", [s.x, heads], [B, T, H, K])], [B, T, H, K])
+    left = s.op("Reshape", [s.x, heads], [B, T, H, K])
+    left = s.op("Softmax", [left], [B, T, H, K], axis=-1)
     gate = s.op("Sigmoid", [s.op("Reshape", [s.x, heads], [B, T, H, K])], [B, T, H, K])
     product = s.op("Mul", [left, gate], [B, T, H, K])
     y = s.op("Reshape", [product, s.const(np.array([0, 0, H * K]))], [B, T, H * K])
-    wanted = ["Reshape", "Sigmoid", "Neg", "Reshape", "Mul"]
+    wanted = ["Reshape", "Softmax", "Sigmoid", "Reshape", "Mul"]
     check(s.model(y), hoist_reshapes, wanted)
+
+
+def test_elementwise_between_reshapes_needs_neither() -> None:
+    s = Sketch()
+    heads = s.op("Reshape", [s.x, s.const(np.array([0, 0, H, K]))], [B, T, H, K])
+    more = s.op("Elu", [heads], [B, T, H, K])
+    more = s.op("Add", [more, s.const(np.float32(1))], [B, T, H, K])
+    y = s.op("Reshape", [more, s.const(np.array([0, 0, H * K]))], [B, T, H * K])
+    check(s.model(y), hoist_reshapes, ["Elu", "Add"])
 
 
 def test_softplus_loses_its_threshold() -> None:
