@@ -102,6 +102,34 @@ def _emit(
 
 
 @triton.jit
+def _load_planes(p, row, n, d, N, D, P: tl.constexpr, MODE: tl.constexpr):
+    """A weight of one token: real and imaginary part, or the real one twice."""
+    real = _load(p, row, 0, n, d, N, D, P, MODE)
+    imaginary = real
+    if P == 2:
+        imaginary = _load(p, row, 1, n, d, N, D, P, MODE)
+    return real, imaginary
+
+
+@triton.jit
+def _read(p, at, plane, live, P: tl.constexpr):
+    """A state, likewise; its parts are ``plane`` cells apart."""
+    real = tl.load(p + at, mask=live, other=0.0)
+    imaginary = real
+    if P == 2:
+        imaginary = tl.load(p + at + plane, mask=live, other=0.0)
+    return real, imaginary
+
+
+@triton.jit
+def _write(p, at, plane, real, imaginary, live, P: tl.constexpr):
+    """Inverse of :func:`_read`."""
+    tl.store(p + at, real, mask=live)
+    if P == 2:
+        tl.store(p + at + plane, imaginary, mask=live)
+
+
+@triton.jit
 def _forwards(
     x, a, b, h_r, h_i, own, first, count, n, d, local, N, D,
     P: tl.constexpr, AM: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
@@ -153,13 +181,8 @@ def _gradients(
         first = i_b.to(tl.int64) * T + i_s * S
         count = tl.minimum(S, T - i_s * S)
         at = (i_b.to(tl.int64) * NS + i_s) * P * N * D + n * D + d
-        k_r = tl.load(adjoints + at, mask=live, other=0.0)
-        s_r = tl.load(starts + at, mask=live, other=0.0)
-        k_i = k_r
-        s_i = s_r
-        if P == 2:
-            k_i = tl.load(adjoints + at + N * D, mask=live, other=0.0)
-            s_i = tl.load(starts + at + N * D, mask=live, other=0.0)
+        k_r, k_i = _read(adjoints, at, N * D, live, P)
+        s_r, s_i = _read(starts, at, N * D, live, P)
         _forwards(x, a, b, s_r, s_i, own, first, count, n, d, local, N, D, P, AM, BM, BN * BD)
         tl.debug_barrier()  # threads may read what others wrote
         zero = tl.zeros([BN, BD], dtype=tl.float32)
@@ -169,16 +192,12 @@ def _gradients(
             row = first + i
             v = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
             dv = tl.load(dy + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-            h_r = tl.load(own + i * P * BN * BD + local)
-            a_r = _load(a, row, 0, n, d, N, D, P, AM)
-            b_r = _load(b, row, 0, n, d, N, D, P, BM)
-            c_r = _load(c, row, 0, n, d, N, D, P, CM)
+            h_r, h_i = _read(own + i * P * BN * BD, local, BN * BD, live, P)
+            a_r, a_i = _load_planes(a, row, n, d, N, D, P, AM)
+            b_r, b_i = _load_planes(b, row, n, d, N, D, P, BM)
+            c_r, c_i = _load_planes(c, row, n, d, N, D, P, CM)
             l_r = k_r + c_r * dv
             if P == 2:
-                h_i = tl.load(own + (i * P + 1) * BN * BD + local)
-                a_i = _load(a, row, 1, n, d, N, D, P, AM)
-                b_i = _load(b, row, 1, n, d, N, D, P, BM)
-                c_i = _load(c, row, 1, n, d, N, D, P, CM)
                 l_i = k_i - c_i * dv
                 h_r, h_i = a_r * h_r - a_i * h_i, a_r * h_i + a_i * h_r
                 step_r, step_i = l_r * h_r + l_i * h_i, l_i * h_r - l_r * h_i
@@ -201,22 +220,14 @@ def _gradients(
             _emit(dc, read_r, row, 0, n, d, i_d, ROWS, N, D, P, CM, BN)
             tl.store(dx + row * D + d_line, out.to(dx.dtype.element_ty), mask=d_line < D)
         if AM == CONSTANT:
-            tl.store(da + at, da_r, mask=live)
-            if P == 2:
-                tl.store(da + at + N * D, da_i, mask=live)
+            _write(da, at, N * D, da_r, da_i, live, P)
         if BM == CONSTANT:
-            tl.store(db + at, db_r, mask=live)
-            if P == 2:
-                tl.store(db + at + N * D, db_i, mask=live)
+            _write(db, at, N * D, db_r, db_i, live, P)
         if CM == CONSTANT:
-            tl.store(dc + at, dc_r, mask=live)
-            if P == 2:
-                tl.store(dc + at + N * D, dc_i, mask=live)
+            _write(dc, at, N * D, dc_r, dc_i, live, P)
         if i_s == 0:
             at = i_b.to(tl.int64) * P * N * D + n * D + d
-            tl.store(dinitial + at, k_r, mask=live)
-            if P == 2:
-                tl.store(dinitial + at + N * D, k_i, mask=live)
+            _write(dinitial, at, N * D, k_r, k_i, live, P)
         tl.debug_barrier()  # the next segment overwrites the scratch buffer
 
 
