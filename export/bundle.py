@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
+from tqdm import tqdm
 
 from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
@@ -131,7 +132,10 @@ class _Export:
         passes.lower(graph, self.profile)
         outcome = Outcome()
         if recipe is not None:
-            outcome = quantise_graph(graph, recipe, progress=lambda n: _say(f"{key}: rounding {n}"))
+            _say(f"rounding the matrices of {key} to {recipe.bits} bits")
+            weights = self.model.num_parameters()
+            with tqdm(total=weights, unit="weight", unit_scale=True, disable=None) as bar:
+                outcome = quantise_graph(graph, recipe, progress=bar.update)
         passes.finish(graph, self.profile)
         contract.stamp(graph, manifest)
         _say(f"writing {key}")
@@ -153,7 +157,8 @@ class _Export:
         reports = {}
         for key, one in built.items():
             got = golden.replay(Bundle(self.folder, variant=key), wanted.ids)
-            own = golden.reference(self.model, one.outcome.rounded)
+            rounded = one.outcome.rounded
+            own = golden.reference(self.model, rounded) if rounded else wanted
             reports[key] = VariantReport(
                 bits=one.bits,
                 bytes=sum(record.bytes for record in one.variant.files.values()),

@@ -12,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 import edgelin.runtimes
 from edgelin.errors import EdgelinError
-
-_SECONDS = 0.5
-_PROMPT = 256
+from edgelin.runtimes.measure import speed
 
 
 def measure(bundle: Path, variant: str) -> dict[str, float]:
@@ -40,30 +40,17 @@ def measure(bundle: Path, variant: str) -> dict[str, float]:
 
 def _run(bundle: str, variant: str) -> dict[str, float]:
     """What :func:`measure` returns, in this process."""
-    import psutil
-
     process = psutil.Process()
     before = process.memory_info().rss
     start = time.perf_counter()
     opened = edgelin.runtimes.load(bundle, variant=variant)
     loaded = time.perf_counter() - start
-    stream = opened.stream()
-    prompt = [i % opened.manifest.vocab_size for i in range(_PROMPT)]
-    stream.feed(prompt[:1])
-    start = time.perf_counter()
-    stream.feed(prompt)
-    prefill = time.perf_counter() - start
-    steps, start = 0, time.perf_counter()
-    while time.perf_counter() - start < _SECONDS:
-        stream.feed([1])
-        steps += 1
-    decode = time.perf_counter() - start
+    found = speed(opened, opened.stream())
     return {
         "load_s": round(loaded, 3),
         "rss_bytes": process.memory_info().rss - before,
         "threads": opened.threads,
-        "decode_tokens_per_s": round(steps / decode, 1),
-        "prefill_tokens_per_s": round(_PROMPT / prefill, 1),
+        **{name: round(value, 1) for name, value in found.items()},
     }
 
 

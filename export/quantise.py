@@ -10,7 +10,7 @@ norms and states; which ones is decided by words in the parameter's name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,21 +78,19 @@ def quantise(
     model: ir.Model,
     recipe: Recipe,
     *,
-    importance: Mapping[str, Array] | None = None,
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Callable[[int], object] = lambda weights: None,
 ) -> Outcome:
     """Quantise a graph in place, between ``passes.lower`` and ``passes.finish``.
 
     Args:
         model: Lowered graph; its tied head still is ``edgelin::tied_head``.
         recipe: Bits and exceptions.
-        importance: Parameter name to float32 `[K]`, the mean square of each input of the matrix.
-        progress: Called with the name of each matrix before it is rounded.
+        progress: Called with the number of weights of each matrix that is done.
 
     Returns:
         What was done to each matrix.
     """
-    work = _Work(model, recipe, importance or {}, progress)
+    work = _Work(model, recipe, progress)
     for node in list(model.graph):
         if node.op_type == "Gather" and not node.domain:
             work.lookup(node)
@@ -112,11 +110,9 @@ class _Work:
         self,
         model: ir.Model,
         recipe: Recipe,
-        importance: Mapping[str, Array],
-        progress: Callable[[str], None],
+        progress: Callable[[int], object],
     ) -> None:
-        self.model, self.recipe, self.importance = model, recipe, importance
-        self.progress = progress
+        self.model, self.recipe, self.progress = model, recipe, progress
         self.outcome = Outcome()
 
     def lookup(self, node: ir.Node) -> None:
@@ -195,8 +191,8 @@ class _Work:
     def _store(self, name: str, rows: Array, bits: int, *, flat: bool) -> list[ir.Value]:
         """Initializers of a rounded matrix: codes, scales and, if asymmetric, zero points."""
         if name not in self.outcome.rounded:
-            self.progress(name)
             self.outcome.rounded[name] = self._round(name, rows, bits)
+            self.progress(rows.size)
         rounded = self.outcome.rounded[name]
         # Where blocks fill the rows, both have the same bytes, and the file holds them once.
         codes = rounded.packed_rows(rows.shape[1]) if flat else rounded.packed()
@@ -213,13 +209,7 @@ class _Work:
         """Round one matrix and note its error."""
         # Zero points lower the error of 16 codes by a ninth and cost 2 % of a step's time; of the
         # error with 256 codes, what int8 activations add is the larger part anyway.
-        rounded = round_matrix(
-            rows,
-            bits,
-            self.recipe.block_size,
-            symmetric=bits == 8,
-            importance=self.importance.get(name),
-        )
+        rounded = round_matrix(rows, bits, self.recipe.block_size, symmetric=bits == 8)
         wrong = np.linalg.norm(rounded.values(rows.shape[1]) - rows)
         self.outcome.matrices[name] = {
             "bits": bits,

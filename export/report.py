@@ -116,7 +116,7 @@ class Report:
             "",
             'Relative errors on the golden stream, against the float64 model. "Own weights": the '
             'graph\'s arithmetic alone; "as trained": with the rounding of the weights. The stream '
-            "is of random tokens: `edgelin verify --text` measures quality.",
+            "is of random tokens; `edgelin eval` measures quality on text.",
             "",
             "| variant | against | logits max | logits rms | states max | top-1 same | KL, nat |",
             "| --- | --- | --- | --- | --- | --- | --- |",

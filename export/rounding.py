@@ -4,7 +4,7 @@
 
 Symmetric blocks have zero point 2^(bits-1); asymmetric ones store theirs. The scale is not simply
 the largest weight over the largest code: several smaller ones are tried, each is refined to the
-least-squares scale of its codes, and the one with the smallest (weighted) squared error is kept.
+least-squares scale of its codes, and the one with the smallest squared error is kept.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def round_matrix(
     block_size: int,
     *,
     symmetric: bool = True,
-    importance: Array | None = None,
 ) -> Rounded:
     """Round every row in blocks.
 
@@ -75,14 +74,10 @@ def round_matrix(
         bits: 4 or 8.
         block_size: Weights that share a scale.
         symmetric: Whether the zero point is fixed in the middle.
-        importance: float32 `[K]` >= 0: weight of an input's squared error (its mean square).
     """
     blocks = _blocks(rows, block_size)
-    weight = np.ones((1, *blocks.shape[1:]), np.float32)
-    if importance is not None:
-        weight = _blocks(importance[None], block_size)
     parts = [
-        _round(blocks[i : i + _ROWS_AT_ONCE], weight, bits, symmetric)
+        _round(blocks[i : i + _ROWS_AT_ONCE], bits, symmetric)
         for i in range(0, len(blocks), _ROWS_AT_ONCE)
     ]
     codes, scales, zeros = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -95,8 +90,8 @@ def _blocks(rows: Array, block_size: int) -> Array:
     return np.pad(rows, ((0, 0), (0, pad))).reshape(len(rows), -1, block_size)
 
 
-def _round(blocks: Array, weight: Array, bits: int, symmetric: bool) -> tuple[Codes, Array, Codes]:
-    """Codes, scales and zero points with the least weighted squared error among the candidates."""
+def _round(blocks: Array, bits: int, symmetric: bool) -> tuple[Codes, Array, Codes]:
+    """Codes, scales and zero points with the least squared error among the candidates."""
     levels, middle = (1 << bits) - 1, np.float32(1 << (bits - 1))
     low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
     # The side with 2^(bits-1) codes gets the larger weight: hence the sign of the scale.
@@ -113,10 +108,10 @@ def _round(blocks: Array, weight: Array, bits: int, symmetric: bool) -> tuple[Co
         zero = np.broadcast_to(zero, scale.shape)
         q = np.clip(np.rint(blocks / scale[..., None] + zero[..., None]), 0, levels)
         steps = q - zero[..., None]
-        norm = (weight * steps * steps).sum(-1)
-        fitted = (weight * steps * blocks).sum(-1) / np.where(norm > 0, norm, 1)
+        norm = (steps * steps).sum(-1)
+        fitted = (steps * blocks).sum(-1) / np.where(norm > 0, norm, 1)
         scale = np.where((norm > 0) & (fitted != 0), fitted, scale)
-        error = (weight * np.square(steps * scale[..., None] - blocks)).sum(-1)
+        error = np.square(steps * scale[..., None] - blocks).sum(-1)
         better = error < best
         best = np.where(better, error, best)
         scales, zeros = np.where(better, scale, scales), np.where(better, zero, zeros)

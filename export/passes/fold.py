@@ -31,8 +31,7 @@ def fold(model: ir.Model) -> bool:
         output = node.outputs[0]
         if output.is_graph_output():
             continue
-        name = output.name or f"folded_{id(node)}"
-        replace(model, node, [], [add_constant(model, f"{name}_value", result)])
+        replace(model, node, [], [add_constant(model, f"{output.name}_value", result)])
         changed = True
     return changed
 

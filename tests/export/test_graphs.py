@@ -152,6 +152,16 @@ def test_operators_belong_to_the_profile(profile: str, lowered: Callable[[str], 
     assert not {n.op_type for n in graph.graph} & {"Scan", "Loop", "If", "SequenceAt"}
 
 
+def test_export_is_deterministic(traced: ir.Model) -> None:
+    files = []
+    for _ in range(2):
+        graph = traced.clone()
+        passes.lower(graph, PROFILES["fused"])
+        passes.finish(graph, PROFILES["fused"])
+        files.append(ir.serde.serialize_model(graph).SerializeToString(deterministic=True))
+    assert files[0] == files[1]
+
+
 def test_graph_inputs_and_outputs_are_those_of_the_states(
     model: LanguageModel, lowered: Callable[[str], ir.Model]
 ) -> None:

@@ -44,14 +44,6 @@ def test_rounding_beats_the_largest_weight_rule(bits: int, symmetric: bool) -> N
     assert np.abs(got - rows).max() < 1.5 * step
 
 
-def test_importance_moves_the_error_to_unimportant_inputs() -> None:
-    rows = _matrix()
-    importance = np.where(np.arange(WIDTH) % 32 < 8, 100, 1).astype(np.float32)
-    even = round_matrix(rows, 4, 32).values(WIDTH)
-    aware = round_matrix(rows, 4, 32, importance=importance).values(WIDTH)
-    assert (importance * (aware - rows) ** 2).sum() < (importance * (even - rows) ** 2).sum()
-
-
 def test_zeros_and_constants_survive() -> None:
     rows = np.zeros((3, 64), np.float32)
     rows[1] = 0.25
