@@ -15,7 +15,7 @@ import importlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def main() -> None:
             raise SystemExit(f"{name} is not finite: nothing written")
     made = {
         "checkpoint": hashes(arguments.checkpoint, checkpoint_files(arguments.checkpoint)),
-        "kernels": hashes(ROOT, kernel_files()),
+        "kernels": hashes(ROOT, kernel_files(counts)),
         "kernel_calls": counts,
         "text": hashes(arguments.out, ["text.txt"])["text.txt"],
         "gpu": torch.cuda.get_device_name(),
@@ -142,9 +142,17 @@ def checkpoint_files(checkpoint: Path) -> list[str]:
     return ["config.json", *weights, "tokenizer.json"]
 
 
-def kernel_files() -> list[str]:
-    """The files whose change makes the golden vectors old, relative to the checkout."""
-    found = (ROOT / "edgelin" / "recurrences").glob("*/kernel*.py")
+def kernel_files(recurrences: Iterable[str]) -> list[str]:
+    """The files whose change makes the golden vectors old, relative to the checkout.
+
+    These are the forward kernels of the recurrences that ran; the vectors hold no gradients.
+    """
+    found = (
+        path
+        for name in recurrences
+        for path in (ROOT / "edgelin" / "recurrences" / name).glob("kernel*.py")
+        if not path.name.startswith("kernel_backward")
+    )
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 

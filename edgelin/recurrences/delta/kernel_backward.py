@@ -7,7 +7,7 @@ the gradient of the state after a chunk:
     dS = e^{G_64} dS' + scale (e^G q)^T do - (beta e^G k)^T dr
     dP = scale do u^T, on and below the diagonal
 
-Seven launches: the first two kernels of the forward pass again (nothing but the inputs is kept),
+Six launches: the first two kernels of the forward pass again (nothing but the inputs is kept),
 then
 
     local     every chunk on its own: scale P^T do
