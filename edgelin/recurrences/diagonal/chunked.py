@@ -1,7 +1,7 @@
 """Chunk-parallel torch form of the diagonal recurrence, any device, differentiable by autograd.
 
 Constant Λ, b and c (S4D's convolution view, eq. 3): within a chunk of L tokens y is x times a
-Toeplitz matrix of the taps Re(sum_n c Λ^l b), cut from one table of powers Λ^0 .. Λ^L; states pass
+Toeplitz matrix of the taps Re(sum_n c Λ^l b), made of one table of powers Λ^0 .. Λ^L; states pass
 from chunk to chunk. Otherwise a log-step scan (Hillis and Steele 1986) over shifts 1, 2, ..., 32:
 after shift s, u_t holds the last 2s tokens' share of h_t and a_t the product of their transitions.
 Products of transitions only, so no exponent is ever positive.
@@ -107,24 +107,63 @@ def _cut(span: slice, x: Tensor, *weights: Tensor | None) -> list[Tensor | None]
 def _time_invariant(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Constant weights; T is at most CHUNK or a multiple of it."""
+    """Constant weights; T is at most CHUNK or a multiple of it. Channels first: one bmm each."""
     dtype = _compute_dtype(x, state)
-    size = min(x.shape[1], CHUNK)
-    chunks = x.to(dtype).unflatten(1, (-1, size))
-    b, c, h = _complex(dtype, theta, b, c, state)
+    batch, time, channels = x.shape
+    size = min(time, CHUNK)
+    b, c, h = _complex(dtype, theta, b[:, None], c[:, None], state)
     powers = _powers(size, g, theta, h.dtype)
-    taps = _real((c * powers[:-1] * b).sum(-1))  # [L, D]
-    steps = torch.arange(size, device=x.device)
-    lags = steps[:, None] - steps
-    toeplitz = taps[lags.clamp(min=0)] * (lags >= 0)[..., None]
-    within = torch.einsum("ijd,bmjd->bmid", toeplitz, chunks)
-    ends = _weigh("jdn,bmjd->bmdn", powers[:-1].flip(0) * b, chunks)
+    columns = x.to(dtype).reshape(batch * time // size, size, channels).permute(2, 1, 0)
+    columns = columns.contiguous()  # [D, L, B M]; bmm of other strides falls back to a loop
+    within = _toeplitz(_real((c * powers[:, :-1] * b).sum(-1))) @ columns
+    ends = _parts(b * powers[:, :-1].flip(1), 1).mT @ columns
+    before, h = _between(h.permute(1, 2, 0), ends.unflatten(2, (batch, -1)), powers[:, -1])
+    read = c * powers[:, 1:]
+    carried = _parts(read, -1) @ before.flatten(2)
+    y: Tensor = _ContiguousGradient.apply(within + carried)  # type: ignore[no-untyped-call]
+    y = y.permute(2, 1, 0).reshape(batch, time, channels)
+    return y.to(x.dtype), _pairs(h.permute(2, 0, 1)).to(state.dtype)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous: the permuted one would send bmm into its loop."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.contiguous()
+
+
+def _between(h: Tensor, ends: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """States before every chunk, parts ``[D, N or 2 N, B, M]``, and the last ``[D, N, B]``."""
     before = []
-    for m in range(chunks.shape[1]):
-        before.append(h)
-        h = powers[-1] * h + ends[:, m]
-    carried = _real(torch.einsum("idn,bmdn->bmid", c * powers[1:], torch.stack(before, dim=1)))
-    return (within + carried).flatten(1, 2).to(x.dtype), _pairs(h).to(state.dtype)
+    for end in ends.unbind(-1):
+        before.append(torch.cat([h.real, h.imag], dim=1) if h.is_complex() else h)
+        if h.is_complex():
+            end = torch.complex(*end.chunk(2, dim=1))
+        h = step[..., None] * h + end
+    return torch.stack(before, dim=-1), h
+
+
+def _toeplitz(taps: Tensor) -> Tensor:
+    """``[D, L, L]`` with taps ``[D, L]`` of lag i - j at row i, column j <= i."""
+    size = taps.shape[1]
+    line = torch.nn.functional.pad(taps.flip(1), (0, size - 1))
+    return line.unfold(1, size, 1).flip(1)
+
+
+def _parts(weights: Tensor, sign: int) -> Tensor:
+    """Real parts, then imaginary parts times ``sign``, on the last axis."""
+    if not weights.is_complex():
+        return weights
+    return torch.cat([weights.real, sign * weights.imag], dim=-1)
 
 
 def _scan(
@@ -161,13 +200,12 @@ def _transition(g: Tensor, theta: Tensor | None) -> Tensor:
 
 
 def _powers(size: int, g: Tensor, theta: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Λ^0 .. Λ^size ``[size + 1, D, N]``: in float64, since l theta reaches hundreds of turns."""
-    exponents = torch.arange(size + 1, dtype=torch.float64, device=g.device)[:, None, None]
-    clamped = exponents * g.double().clamp(min=MIN_LOG_DECAY)
-    magnitude = clamped.exp()
+    """Λ^0 .. Λ^size ``[D, size + 1, N]``: in float64, since l theta reaches hundreds of turns."""
+    exponents = torch.arange(size + 1, dtype=torch.float64, device=g.device)[:, None]
+    magnitude = (exponents * g.double()[:, None].clamp(min=MIN_LOG_DECAY)).exp()
     if theta is None:
         return magnitude.to(dtype)
-    angle = exponents * theta.double()
+    angle = exponents * theta.double()[:, None]
     return torch.complex(magnitude * angle.cos(), magnitude * angle.sin()).to(dtype)
 
 
@@ -185,8 +223,3 @@ def _pairs(h: Tensor) -> Tensor:
 def _real(v: Tensor) -> Tensor:
     """Real part."""
     return v.real if v.is_complex() else v
-
-
-def _weigh(equation: str, weights: Tensor, x: Tensor) -> Tensor:
-    """einsum of weights, which may be complex, with the real x."""
-    return torch.einsum(equation, weights, x.to(weights.dtype))
