@@ -152,8 +152,7 @@ def test_full_disk_leaves_nothing(
     with pytest.raises(EdgelinError) as caught:
         quick(out)
     assert str(caught.value) == (
-        f"{out} cannot be written: No space left on device; "
-        "free some space or choose another --out"
+        f"{out} cannot be written: No space left on device; free some space or choose another --out"
     )
     _nothing_left(tmp_path)
 
@@ -208,6 +207,26 @@ def test_existing_target_is_kept_or_replaced(quick: Callable[..., Any], tmp_path
     assert not (out / "old").exists()
     assert Manifest.read(out).default_variant == "model"
     _nothing_left(tmp_path, "out")
+
+
+def test_a_failed_rename_puts_the_old_bundle_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, out = tmp_path / "new", tmp_path / "out"
+    new.mkdir()
+    out.mkdir()
+    (out / "old").write_text("old")
+    rename = Path.rename
+
+    def busy(self: Path, target: Path) -> Path:
+        if self == new:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(OSError, match="busy"):
+        bundles._put(new, out)
+    assert (out / "old").read_text() == "old"
 
 
 def test_unknown_variant_and_profile(small_checkpoint: Path, tmp_path: Path) -> None:
