@@ -132,6 +132,7 @@ def test_ctrl_c_saves_and_prints_statistics(tiny: Any, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", f"{BLOCK} main({arguments!r})"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        bufsize=0,  # communicate() would not see what a buffered read took beyond its 100 bytes
     )  # fmt: skip
     assert process.stdout is not None
     shown = process.stdout.read(100)
