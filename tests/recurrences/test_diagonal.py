@@ -62,7 +62,7 @@ def hard(kind: str, made: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     changes: dict[str, dict[str, Tensor]] = {
         "strong decay": {"g": torch.full_like(g, -20)},
         "mixed decay": {"g": torch.where(steps % 2 == 0, -20.0, -1e-3)},
-        "reset": {"g": torch.where(steps % 3 == 0, -1e4, -0.1)},
+        "reset": {"g": torch.where(steps % 3 == 0, -torch.inf, -0.1)},
         "no decay": {"g": torch.zeros_like(g)},
         "silence": {"x": torch.zeros_like(x)},
     }
