@@ -282,7 +282,7 @@ def test_kernels_clamp_as_the_chunked_form(device: str) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_kernels_in_bfloat16(gated: bool, device: str, bfloat16_dots: None) -> None:
-    made = rounded(inputs(130, gated=gated, batch=1, key=20, value=36), torch.bfloat16)
+    made = rounded(inputs(130, gated=gated, batch=1, key=64, value=128), torch.bfloat16)
     expected = with_gradients(reference, to(made, torch.float64), made)
     results = kernel_results(made, torch.bfloat16, device)
     close(results, expected, 3e-2)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgelin.recurrences import widths
 from edgelin.recurrences.delta import chunked
 
 
@@ -46,8 +47,16 @@ def delta(
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.edgelin.delta(q, k, v, beta, g, state, scale)
-    return result
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = torch.ops.edgelin.delta(q, k, v, beta, g, state, scale)
+        return result
+
+    if widths.needs_padding(k, v):
+        return widths.run_padded(run, q, k, v, g, state)
+    return run(q, k, v, g, state)
 
 
 @torch.library.custom_op("edgelin::delta", mutates_args=())

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgelin.recurrences import widths
 from edgelin.recurrences.linear import chunked
 
 
@@ -56,7 +57,17 @@ def linear(
         the dtype of ``v``, the state and the normaliser after the last token.
     """
     _check(q, k, v, g, state)
-    o, state = torch.ops.edgelin.linear(q, k, v, g, state, scale)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = torch.ops.edgelin.linear(q, k, v, g, state, scale)
+        return result
+
+    if widths.needs_padding(k, v):
+        o, state = widths.run_padded(run, q, k, v, g, state)
+    else:
+        o, state = run(q, k, v, g, state)
     if normalizer is None:
         return o, state
     ones = torch.ones((*k.shape[:3], 1), dtype=normalizer.dtype, device=k.device)
