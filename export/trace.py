@@ -20,6 +20,7 @@ import onnxscript
 import torch
 from onnxscript import optimizer
 
+from edgelin.errors import EdgelinError
 from edgelin.export.passes.lower_recurrences import DOMAIN, OPERATORS
 from edgelin.recurrences import CHUNK
 from edgelin.state import StateSpec
@@ -51,8 +52,12 @@ def trace(model: LanguageModel, *, max_time: int = CHUNK) -> ir.Model:
     Returns:
         Graph with inputs ``input_ids`` and ``past_*`` and outputs ``logits`` and ``present_*``, in
         the order of ``model.state_specs()``; weights keep their parameter names.
+
+    Raises:
+        EdgelinError: An attention window is shorter than ``max_time``.
     """
     specs = model.state_specs()
+    _check_windows(specs, max_time)
     states = model.initial_state(_EXAMPLE_BATCH, "cpu")
     batch = torch.export.Dim("batch", min=1, max=2**20)
     time = torch.export.Dim("time", min=1, max=max_time)
@@ -80,6 +85,16 @@ def trace(model: LanguageModel, *, max_time: int = CHUNK) -> ir.Model:
     _strip(graph)
     _drop_prefix(graph, "model.")
     return graph
+
+
+def _check_windows(specs: list[StateSpec], max_time: int) -> None:
+    """Refuse rings that one call could write round: the exported form of attention does not."""
+    for spec in specs:
+        if spec.kind == "key" and spec.shape[1] < max_time:
+            raise EdgelinError(
+                f"layer {spec.layer} has an attention window of {spec.shape[1]}; an exported model "
+                f"needs {max_time} or more, the tokens of one call"
+            )
 
 
 class _Positional(torch.nn.Module):

@@ -10,8 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from export_models import VOCAB, make_model, random_state, session
+from export_models import MIXERS, VOCAB, make_model, random_state, session
 
+from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.profiles import PROFILES
 from edgelin.export.trace import trace
@@ -150,6 +151,12 @@ def test_operators_belong_to_the_profile(profile: str, lowered: Callable[[str], 
     assert domains == ({"", "com.microsoft"} if profile == "fused" else {""})
     assert graph.opset_imports[""] == PROFILES[profile].opset
     assert not {n.op_type for n in graph.graph} & {"Scan", "Loop", "If", "SequenceAt"}
+
+
+def test_short_attention_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS["attention"], "window", 32)
+    with pytest.raises(EdgelinError, match="layer 0 has an attention window of 32; an exported"):
+        trace(make_model(("attention",)))
 
 
 def test_export_is_deterministic(traced: ir.Model) -> None:
