@@ -80,6 +80,9 @@ class Mixer(nn.Module):
         else:
             self.A_real_log = nn.Parameter((n + 1).log().repeat(config.inner_size, 1))
             self.C = nn.Parameter(torch.randn(shape))
+        for name in ("A_real_log", "A_imag"):
+            if hasattr(self, name):
+                setattr(getattr(self, name), "no_weight_decay", True)  # noqa: B010 - not typed
         self.D = nn.Parameter(torch.ones(config.inner_size))
         self.out_proj = nn.Linear(config.inner_size, hidden_size, bias=False)
 

@@ -9,11 +9,16 @@ from edgelin.config import OptimConfig
 
 
 def build(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; only matrices decay, not norms, biases and other vectors."""
+    """AdamW over all parameters; only matrices decay, not norms, biases and other vectors.
+
+    Nor does a matrix whose ``no_weight_decay`` is true: zero is no neutral value for an eigenvalue.
+    """
     parameters = list(model.parameters())
+    kept = [p for p in parameters if p.ndim < 2 or getattr(p, "no_weight_decay", False)]
+    others = set(parameters) - set(kept)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p in others], "weight_decay": optim.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

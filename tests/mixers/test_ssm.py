@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from edgelin import mixers
+from edgelin.config import OptimConfig
 from edgelin.errors import EdgelinError
+from edgelin.train import optimizer
 
 HIDDEN, INNER, SIZE = 10, 12, 4
 KINDS = (True, False)
@@ -125,6 +127,20 @@ def test_every_parameter_gets_a_gradient(is_complex: bool) -> None:
     for name, parameter in mixer.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
         assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_eigenvalues_do_not_decay() -> None:
+    mixer = build(True)
+    optim = OptimConfig(steps=1, batch_size=1, sequence_length=1, weight_decay=0.5)
+    decayed, kept = optimizer.build(mixer, optim).param_groups
+    names = {id(p): n for n, p in mixer.named_parameters()}
+    assert {names[id(p)] for p in decayed["params"]} == {
+        "in_gate_proj.weight",
+        "out_proj.weight",
+        "C",
+    }
+    assert {names[id(p)] for p in kept["params"]} == {"log_dt", "A_real_log", "A_imag", "D"}
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.5, 0.0)
 
 
 def test_initial_values_are_those_of_s4d_lin() -> None:

@@ -335,7 +335,7 @@ def forward(
         P=problem.planes, AM=problem.modes[0], BM=problem.modes[1], CM=problem.modes[2],
         **problem.tile(32),
     )  # fmt: skip
-    return y, planar(after if theta is not None else after[:, 0], 1)
+    return y, planar(after if theta is not None else after[:, 0], 1).to(state.dtype)
 
 
 def segments(problem: Problem) -> tuple[Tensor, Tensor]:
