@@ -35,6 +35,7 @@ def lower(model: ir.Model, profile: Profile) -> None:
     clean_reshapes(model)
     CommonSubexpressionEliminationPass()(model)
     hoist_reshapes(model)
+    clean_reshapes(model)
     if profile.vendor_ops:
         fuse_norms(model)
     else:
