@@ -21,7 +21,7 @@ export ORT_DISABLE_TELEMETRY = 1
 .PHONY: demo test check gpu lint
 
 demo: $(VENV)/.installed-export
-	$(BIN)/edgelin export examples/demo/checkpoint -o bundles/demo --quantize int8 --force
+	$(BIN)/edgelin export examples/demo/checkpoint -o bundles/demo --quantize int4 --force
 	$(BIN)/edgelin verify bundles/demo --checkpoint examples/demo/checkpoint
 	$(BIN)/edgelin run bundles/demo "The old house stood at the end of the lane" \
 		--max-tokens 120 --seed 7 --stats

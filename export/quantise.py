@@ -32,6 +32,7 @@ class Recipe:
     Args:
         bits: Of the matrices, 4 or 8.
         embedding_bits: Of the token embedding and a head tied to it.
+        precise_words: A parameter with one of these names in its path is stored with 8 bits.
         block_size: Weights that share a scale.
         accuracy_level: onnxruntime's arithmetic: 4 multiplies in int8.
         float_words: A parameter with one of these words in its name stays float32.
@@ -39,6 +40,7 @@ class Recipe:
 
     bits: int
     embedding_bits: int
+    precise_words: tuple[str, ...] = ()
     block_size: int = 32
     accuracy_level: int = 4
     float_words: tuple[str, ...] = FLOAT_WORDS
@@ -48,16 +50,19 @@ class Recipe:
         return {
             "bits": self.bits,
             "embedding_bits": self.embedding_bits,
+            "precise": list(self.precise_words),
             "block_size": self.block_size,
             "accuracy_level": self.accuracy_level,
             "float": list(self.float_words),
         }
 
 
+# Of the demo model's parts, the mixers gain most from 8 bits beside 4-bit MLPs: top-1 agreement with
+# the float model 93.0 %, where all matrices at 4 bits give 90.9 %.
 RECIPES: dict[str, Recipe | None] = {
     "none": None,
     "int8": Recipe(bits=8, embedding_bits=8),
-    "int4": Recipe(bits=4, embedding_bits=8),
+    "int4": Recipe(bits=4, embedding_bits=8, precise_words=("mixer",)),
 }
 
 
@@ -159,7 +164,9 @@ class _Work:
         if self._stays_float(weight):
             return
         rows = np.ascontiguousarray(matrix.T).astype(np.float32)
-        self._multiply(node, x, weight.name or "", rows, self.recipe.bits)
+        precise = any(word in (weight.name or "").split(".") for word in self.recipe.precise_words)
+        bits = 8 if precise else self.recipe.bits
+        self._multiply(node, x, weight.name or "", rows, bits)
 
     def _multiply(
         self, node: ir.Node, x: ir.Value | None, name: str, rows: Array, bits: int
