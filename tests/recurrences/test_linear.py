@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from edgelin.recurrences.delta import onnx as delta_onnx
 from edgelin.recurrences.graph import Graph
 from edgelin.recurrences.linear import chunked, linear, reference
 from edgelin.recurrences.linear import onnx as linear_onnx
@@ -410,6 +411,16 @@ def test_onnx_shares_tables():
             linear_onnx.plain(graph, *(ir.Value(name=n) for n in "qkvgs"), **shape)
         counts.append((len(graph.preamble), len(graph.initializers)))
     assert counts[0] == counts[1]
+
+
+def test_onnx_shares_decays_with_delta():
+    """A graph with both recurrences makes the decays' tables once."""
+    shape = {"heads": 2, "key_dim": 6, "value_dim": 5, "decay": "head", "scale": 0.5}
+    delta_alone, both = Graph(ir.Value(name="time")), Graph(ir.Value(name="time"))
+    linear_onnx.plain(both, *(ir.Value(name=n) for n in "qkvgs"), **shape)
+    for graph in (delta_alone, both):
+        delta_onnx.plain(graph, *(ir.Value(name=n) for n in "qkvbgs"), **shape)
+    assert len(both.preamble) == len(delta_alone.preamble)
 
 
 def test_fused_scale():

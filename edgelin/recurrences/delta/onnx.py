@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from edgelin.recurrences import MIN_LOG_DECAY
+from edgelin.recurrences.decay_graph import causal, head_decays, matrix_attention
 from edgelin.recurrences.graph import Graph
 
 Decay = Literal["none", "head"]
@@ -61,13 +61,13 @@ def plain(
     erase, read = _halves(graph, graph.op("MatMul", [rows, state]))
     kept = state
     if decay == "head":
-        before, between, after, total = _decays(graph, g)
+        before, between, after, total = head_decays(graph, g)
         gram, scores = (graph.op("Mul", [x, between]) for x in (gram, scores))
         erase, read = (graph.op("Mul", [x, before]) for x in (erase, read))
         columns = graph.op("Mul", [columns, after])
         kept = graph.op("Mul", [state, total])
     else:
-        scores = graph.op("Mul", [scores, _causal(graph)])
+        scores = graph.op("Mul", [scores, causal(graph)])
     beta = graph.op("Transpose", [beta], perm=[0, 2, 1])
     beta = graph.op("Unsqueeze", [beta, graph.ints(3)])
     inverse = _unit_lower_inverse(graph, graph.op("Mul", [gram, beta]))
@@ -94,75 +94,22 @@ def fused(
     decay: Decay,
     scale: float,
 ) -> tuple[ir.Value, ir.Value]:
-    """Append com.microsoft LinearAttention; arguments and results as in :func:`plain`.
-
-    The operator decays token by token, so g needs no floor: below -90 exp(g) adds nothing anyway.
-    """
-    if scale <= 0:
-        raise ValueError(f"scale is {scale}, need > 0: the operator reads 0 as its default")
-    keys, values = graph.ints(0, 0, heads * key_dim), graph.ints(0, 0, heads * value_dim)
-    inputs = [graph.op("Reshape", [x, keys]) for x in (q, k)]
-    inputs += [graph.op("Reshape", [v, values]), state, g if decay == "head" else None, beta]
-    o, final = graph.op(
-        "LinearAttention",
-        inputs,
-        outputs=2,
-        domain="com.microsoft",
-        q_num_heads=heads,
-        kv_num_heads=heads,
-        update_rule="gated_delta" if decay == "head" else "delta",
-        scale=float(scale),
+    """Append com.microsoft LinearAttention; arguments and results as in :func:`plain`."""
+    return matrix_attention(
+        graph,
+        (q, k, v),
+        state,
+        [g if decay == "head" else None, beta],
+        sizes=(heads, key_dim, value_dim),
+        rule="gated_delta" if decay == "head" else "delta",
+        scale=scale,
     )
-    return graph.op("Reshape", [o, graph.ints(0, 0, heads, value_dim)]), final
 
 
 def _halves(graph: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The rows of the keys and those of the queries."""
     first, second = graph.op("Split", [x], outputs=2, axis=2, num_outputs=2)
     return first, second
-
-
-def _causal(graph: Graph) -> ir.Value:
-    """Lower-triangular ones ``[T, T]``."""
-    size = graph.chunk
-    ends = [[t, t] for t in range(size + 1)]
-    return graph.shared(
-        "delta.causal",
-        lambda: graph.cut_to_time(np.tril(np.ones((size, size))), ends, (0, 1)),
-    )
-
-
-def _decay_tables(graph: Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """``[T, T+1]`` l > j after a column of ones, its exponent mask, and the sizes 1 and T."""
-    size = graph.chunk
-    ones = np.ones((size, size))
-    after = np.concatenate([ones[:, :1], np.tril(ones, -1)], axis=1)
-    future = np.where(np.tril(ones) > 0, 0.0, -np.inf)
-    mask = np.concatenate([0.0 * ones[:, :1], future], axis=1)
-    ends = [[t, t + 1] for t in range(size + 1)]
-
-    def build() -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The three tables, before every layer."""
-        sizes = graph.op("Concat", [graph.ints(1), graph.time], axis=0)
-        return graph.cut_to_time(after, ends, (0, 1)), graph.cut_to_time(mask, ends, (0, 1)), sizes
-
-    return graph.shared("delta.decay", build)
-
-
-def _decays(graph: Graph, g: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """exp of G_i ``[B, H, T, 1]``, G_i - G_j ``[B, H, T, T]``, G_T - G_j ``[B, H, 1, T]``, G_T.
-
-    One product with the causal mask gives every sum over an interval as such.
-    """
-    after, mask, sizes = _decay_tables(graph)
-    g = graph.op("Max", [g, graph.const(MIN_LOG_DECAY)])
-    g = graph.op("Transpose", [g], perm=[0, 2, 1])
-    terms = graph.op("Mul", [graph.op("Unsqueeze", [g, graph.ints(3)]), after])
-    sums = graph.op("MatMul", [_causal(graph), terms])
-    decays = graph.op("Exp", [graph.op("Add", [sums, mask])])
-    before, between = graph.op("Split", [decays, sizes], outputs=2, axis=3)
-    last = [graph.op("Gather", [x, graph.ints(-1)], axis=2) for x in (between, before)]
-    return before, between, last[0], last[1]
 
 
 def _quarters(graph: Graph) -> tuple[ir.Value, ir.Value]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgelin.recurrences import MIN_LOG_DECAY
+from edgelin.recurrences.decay_graph import floored, linear_attention
 from edgelin.recurrences.graph import Graph
 
 
@@ -92,22 +92,14 @@ def fused(
         everywhere = graph.op("Expand", [weights, full])
         return graph.op("Reshape", [everywhere, graph.ints(0, 0, channels * state_dim)])  # type: ignore[no-any-return]
 
-    y, after = graph.op(
-        "LinearAttention",
-        [
-            packed(c),
-            packed(b),
-            x,
-            graph.op("Reshape", [state, graph.ints(0, channels, state_dim, 1)]),
-            packed(_clamped(graph, g)),
-        ],
-        outputs=2,
-        domain="com.microsoft",
-        q_num_heads=channels,
-        kv_num_heads=channels,
-        update_rule="gated",
-        scale=1.0,
-    )
+    inputs = [
+        packed(c),
+        packed(b),
+        x,
+        graph.op("Reshape", [state, graph.ints(0, channels, state_dim, 1)]),
+        packed(floored(graph, g)),
+    ]
+    y, after = linear_attention(graph, inputs, heads=channels, rule="gated", scale=1.0)
     return y, graph.op("Reshape", [after, graph.ints(0, channels, state_dim)])
 
 
@@ -121,11 +113,6 @@ def _rank(value: ir.Value) -> int:
     if value.shape is None:
         raise ValueError(f"shape of {value.name} is not known")
     return value.shape.rank()
-
-
-def _clamped(graph: Graph, g: ir.Value) -> ir.Value:
-    """g, at least MIN_LOG_DECAY."""
-    return graph.op("Max", [g, graph.const(MIN_LOG_DECAY)])  # type: ignore[no-any-return]
 
 
 # ---- constant weights
@@ -143,7 +130,7 @@ def _powers(graph: Graph, g: ir.Value, theta: ir.Value | None) -> ir.Value:
     def times_steps(v: ir.Value) -> ir.Value:
         return op("Mul", [op("Cast", [v], to=double), steps])  # type: ignore[no-any-return]
 
-    magnitude = op("Cast", [op("Exp", [times_steps(_clamped(graph, g))])], to=single)
+    magnitude = op("Cast", [op("Exp", [times_steps(floored(graph, g))])], to=single)
     if theta is None:
         return magnitude  # type: ignore[no-any-return]
     turn = graph.const(2 * np.pi, np.float64)
@@ -312,7 +299,7 @@ def _scan(
     """Selective real weights."""
     op = graph.op
     shifts, later, pads = graph.shared("diagonal_shifts", lambda: _shifts(graph))
-    transition = op("Exp", [_clamped(graph, g)])
+    transition = op("Exp", [floored(graph, g)])
     first = transition
     if _rank(g) == 4:
         first = op("Gather", [transition, graph.ints(0)], axis=1)
@@ -365,7 +352,7 @@ def _complex_scan(
 def _transition_planes(graph: Graph, g: ir.Value, theta: ir.Value) -> ir.Value:
     """Λ ``[2, B or 1, T or 1, D or 1, N]``."""
     op = graph.op
-    magnitude = op("Exp", [_clamped(graph, g)])
+    magnitude = op("Exp", [floored(graph, g)])
     axes = graph.ints(0) if _rank(g) == 4 else graph.ints(0, 1, 2)
     planes = [
         op("Unsqueeze", [op("Mul", [magnitude, op(turn, [theta])]), axes])

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from edgelin.recurrences import MIN_LOG_DECAY
+from edgelin.recurrences.decay_graph import causal, floored, head_decays, matrix_attention
 from edgelin.recurrences.graph import Graph
 
 Decay = Literal["none", "head", "key"]
@@ -60,12 +60,12 @@ def plain(
         k_out = graph.op("Transpose", [k], perm=[0, 2, 3, 1])
         within, total = graph.op("MatMul", [q_in, k_out]), None
         if decay == "head":
-            before, between, after, total = _head_decays(graph, g)
+            before, between, after, total = head_decays(graph, g)
             within = graph.op("Mul", [within, between])
             q_in = graph.op("Mul", [q_in, before])
             k_out = graph.op("Mul", [k_out, after])
         else:
-            within = graph.op("Mul", [within, _causal(graph)])
+            within = graph.op("Mul", [within, causal(graph)])
     o = graph.op("Add", [graph.op("MatMul", [q_in, state]), graph.op("MatMul", [within, v])])
     kept = state if total is None else graph.op("Mul", [state, total])
     final = graph.op("Add", [kept, graph.op("MatMul", [k_out, v])])
@@ -86,70 +86,18 @@ def fused(
     decay: Decay,
     scale: float,
 ) -> tuple[ir.Value, ir.Value]:
-    """Append com.microsoft LinearAttention; arguments and results as in :func:`plain`.
-
-    The operator decays token by token, so g needs no floor: below -90 exp(g) adds nothing anyway.
-    """
-    if scale <= 0:
-        raise ValueError(f"scale is {scale}, need > 0: the operator reads 0 as its default")
-    keys, values = graph.ints(0, 0, heads * key_dim), graph.ints(0, 0, heads * value_dim)
-    inputs = [graph.op("Reshape", [x, keys]) for x in (q, k)]
-    inputs += [graph.op("Reshape", [v, values]), state]
-    if decay != "none":
-        inputs.append(graph.op("Reshape", [g, keys]) if decay == "key" else g)
-    o, final = graph.op(
-        "LinearAttention",
-        inputs,
-        outputs=2,
-        domain="com.microsoft",
-        q_num_heads=heads,
-        kv_num_heads=heads,
-        update_rule="linear" if decay == "none" else "gated",
-        scale=float(scale),
+    """Append com.microsoft LinearAttention; arguments and results as in :func:`plain`."""
+    if decay == "key":
+        g = graph.op("Reshape", [g, graph.ints(0, 0, heads * key_dim)])
+    return matrix_attention(
+        graph,
+        (q, k, v),
+        state,
+        [] if decay == "none" else [g],
+        sizes=(heads, key_dim, value_dim),
+        rule="linear" if decay == "none" else "gated",
+        scale=scale,
     )
-    return graph.op("Reshape", [o, graph.ints(0, 0, heads, value_dim)]), final
-
-
-def _causal(graph: Graph) -> ir.Value:
-    """Lower-triangular ones ``[T, T]``."""
-    size = graph.chunk
-    ends = [[t, t] for t in range(size + 1)]
-    return graph.shared(
-        "linear.causal",
-        lambda: graph.cut_to_time(np.tril(np.ones((size, size))), ends, (0, 1)),
-    )
-
-
-def _head_tables(graph: Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """``[T, T+1]`` l > j after a column of ones, its exponent mask, and the sizes 1 and T."""
-    size = graph.chunk
-    ones = np.ones((size, size))
-    after = np.concatenate([ones[:, :1], np.tril(ones, -1)], axis=1)
-    future = np.where(np.tril(ones) > 0, 0.0, -np.inf)
-    mask = np.concatenate([0.0 * ones[:, :1], future], axis=1)
-    ends = [[t, t + 1] for t in range(size + 1)]
-
-    def build() -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The three tables, before every layer."""
-        sizes = graph.op("Concat", [graph.ints(1), graph.time], axis=0)
-        return graph.cut_to_time(after, ends, (0, 1)), graph.cut_to_time(mask, ends, (0, 1)), sizes
-
-    return graph.shared("linear.head", build)
-
-
-def _head_decays(graph: Graph, g: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """exp of G_i ``[B, H, T, 1]``, G_i - G_j ``[B, H, T, T]``, G_T - G_j ``[B, H, 1, T]``, G_T.
-
-    One product with the causal mask gives every sum over an interval as such.
-    """
-    after, mask, sizes = _head_tables(graph)
-    g = graph.op("Transpose", [_floored(graph, g)], perm=[0, 2, 1])
-    terms = graph.op("Mul", [graph.op("Unsqueeze", [g, graph.ints(3)]), after])
-    sums = graph.op("MatMul", [_causal(graph), terms])
-    decays = graph.op("Exp", [graph.op("Add", [sums, mask])])
-    before, between = graph.op("Split", [decays, sizes], outputs=2, axis=3)
-    last = [graph.op("Gather", [x, graph.ints(-1)], axis=2) for x in (between, before)]
-    return before, between, last[0], last[1]
 
 
 def _key_tables(graph: Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -191,7 +139,7 @@ def _by_key(
     """A ``[B, H, T, T]``, decayed q ``[B, H, T, K]`` and k ``[B, H, K, T]``, exp of G_T."""
     intervals, pairs, sizes = _key_tables(graph)
     packed = graph.ints(0, 1, -1, heads * key_dim)
-    q, k, g = (graph.op("Reshape", [x, packed]) for x in (q, k, _floored(graph, g)))
+    q, k, g = (graph.op("Reshape", [x, packed]) for x in (q, k, floored(graph, g)))
     decays = graph.op("Exp", [graph.op("MatMul", [intervals, g])])
     before, after, factors = graph.op("Split", [decays, sizes], outputs=3, axis=1)
 
@@ -216,8 +164,3 @@ def _by_key(
     total = graph.op("Reshape", [last, graph.ints(0, heads, key_dim, 1)])
     q_in = decayed(q, before, heads_apart, [0, 2, 1, 3])
     return within, q_in, decayed(k, after, heads_apart, [0, 2, 3, 1]), total
-
-
-def _floored(graph: Graph, g: ir.Value | None) -> ir.Value:
-    """g, not below the floor that every form shares."""
-    return graph.op("Max", [g, graph.const(MIN_LOG_DECAY)])  # type: ignore[no-any-return]
