@@ -40,11 +40,23 @@ def add_constant(model: ir.Model, name: str, array: npt.NDArray[np.generic]) -> 
     return value
 
 
+def add_shape(model: ir.Model, sizes: Sequence[int]) -> ir.Value:
+    """The constant shape of a Reshape."""
+    name = "shape_" + "_".join(str(size) for size in sizes).replace("-", "m")
+    return add_constant(model, name, np.array(sizes, np.int64))
+
+
 def same_shape(one: ir.Shape | None, other: ir.Shape | None) -> bool:
     """Whether both shapes are known, axis by axis, and equal."""
     if one is None or other is None or one != other:
         return False
     return all(isinstance(size, int) or size.value is not None for size in one)
+
+
+def maker(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The standard operator of this type that makes ``value``, or None when another does."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type and not node.domain else None
 
 
 def only_user(value: ir.Value) -> ir.Node | None:
@@ -67,6 +79,19 @@ def replace(
     model.graph.insert_before(node, new_nodes)
     ir.convenience.replace_all_uses_with(node.outputs, outputs, replace_graph_outputs=True)
     model.graph.remove(node, safe=True)
+
+
+def bypass(model: ir.Model, node: ir.Node, source: ir.Value) -> bool:
+    """Let ``source`` take the place of the node's output; says whether it could.
+
+    A graph output keeps its name. It cannot be an input or initializer, or an output twice.
+    """
+    if node.outputs[0].is_graph_output():
+        if source.producer() is None or source.is_graph_output():
+            return False
+        source.name = node.outputs[0].name
+    replace(model, node, [], [source])
+    return True
 
 
 def drop_unused(model: ir.Model) -> bool:

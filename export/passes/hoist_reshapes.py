@@ -11,13 +11,13 @@ undoes the inner one.
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from edgelin.export.passes.edit import (
-    add_constant,
+    add_shape,
     constant,
     drop_unused,
+    maker,
     only_user,
     replace,
     same_shape,
@@ -68,7 +68,7 @@ def _flatten_before_split(model: ir.Model, node: ir.Node) -> bool:
         spec = constant(reshape.inputs[1])
         if spec is None or spec.tolist() not in ([0, 0, part], [0, 0, -1]):
             return False
-    flat = ir.node("Reshape", [x, _shape(model, [0, 0, heads * width])])
+    flat = ir.node("Reshape", [x, add_shape(model, [0, 0, heads * width])])
     flat.outputs[0].shape = ir.Shape([x.shape[0], x.shape[1], heads * width])
     flat.outputs[0].type = x.type
     split = ir.node(
@@ -99,8 +99,8 @@ def _cancel(model: ir.Model, node: ir.Node) -> bool:
 def _reshape_other_operand(model: ir.Model, node: ir.Node) -> bool:
     """Rule 3."""
     product, target = node.inputs[0], node.outputs[0].shape
-    mul = product.producer() if product is not None else None
-    if product is None or mul is None or mul.op_type != "Mul" or mul.domain:
+    mul = maker(product, "Mul")
+    if product is None or mul is None:
         return False
     if only_user(product) is not node or constant(node.inputs[1]) is None:
         return False
@@ -163,9 +163,3 @@ def _replay(chain: list[ir.Node]) -> list[ir.Node]:
         x = again.outputs[0]
         new.append(again)
     return new
-
-
-def _shape(model: ir.Model, sizes: list[int]) -> ir.Value:
-    """A constant shape."""
-    name = "shape_" + "_".join(str(size) for size in sizes)
-    return add_constant(model, name, np.array(sizes, np.int64))

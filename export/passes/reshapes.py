@@ -16,10 +16,11 @@ import numpy as np
 import onnx_ir as ir
 
 from edgelin.export.passes.edit import (
-    add_constant,
+    add_shape,
+    bypass,
     constant,
     drop_unused,
-    replace,
+    maker,
     same_shape,
 )
 
@@ -44,13 +45,7 @@ def _sweep(model: ir.Model) -> bool:
         elif node.op_type == "Transpose":
             changed |= _skip_transpose(node)
         if _does_nothing(node):
-            source = node.inputs[0]
-            if node.outputs[0].is_graph_output():
-                if source.producer() is None or source.is_graph_output():
-                    continue  # it would be an input or initializer, or an output twice
-                source.name = node.outputs[0].name
-            replace(model, node, [], [source])
-            changed = True
+            changed |= bypass(model, node, node.inputs[0])
     return changed
 
 
@@ -75,16 +70,15 @@ def _constant_shape(model: ir.Model, node: ir.Node) -> bool:
             spec.append(-1)
     if spec.count(-1) > 1:
         return False
-    name = "shape_" + "_".join(str(size) for size in spec).replace("-", "m")
-    node.replace_input_with(1, add_constant(model, name, np.array(spec, np.int64)))
+    node.replace_input_with(1, add_shape(model, spec))
     node.attributes.pop("allowzero", None)
     return True
 
 
 def _skip_reshape(node: ir.Node) -> bool:
     """Rule 2."""
-    first = node.inputs[0].producer() if node.inputs[0] is not None else None
-    if first is None or first.op_type != "Reshape" or first.domain:
+    first = maker(node.inputs[0], "Reshape")
+    if first is None:
         return False
     spec, inner = constant(node.inputs[1]), constant(first.inputs[1])
     source = first.inputs[0]
@@ -101,8 +95,8 @@ def _skip_reshape(node: ir.Node) -> bool:
 
 def _skip_transpose(node: ir.Node) -> bool:
     """Rule 4."""
-    first = node.inputs[0].producer() if node.inputs[0] is not None else None
-    if first is None or first.op_type != "Transpose" or first.domain:
+    first = maker(node.inputs[0], "Transpose")
+    if first is None:
         return False
     outer, inner = node.attributes.get_ints("perm"), first.attributes.get_ints("perm")
     source = first.inputs[0]

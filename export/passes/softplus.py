@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgelin.export.passes.edit import drop_unused, replace, scalar
+from edgelin.export.passes.edit import drop_unused, maker, replace, scalar
 
 
 def simplify_softplus(model: ir.Model) -> bool:
@@ -18,12 +18,8 @@ def simplify_softplus(model: ir.Model) -> bool:
         if node.op_type != "Where" or node.domain:
             continue
         condition, above, below = node.inputs
-        if condition is None or above is None or below is None:
-            continue
-        greater, softplus = condition.producer(), below.producer()
-        if greater is None or softplus is None:
-            continue
-        if greater.op_type != "Greater" or softplus.op_type != "Softplus":
+        greater, softplus = maker(condition, "Greater"), maker(below, "Softplus")
+        if greater is None or softplus is None or below is None:
             continue
         if greater.inputs[0] is above and softplus.inputs[0] is above:
             threshold = scalar(greater.inputs[1])

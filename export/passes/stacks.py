@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgelin.export.passes.edit import constant, drop_unused, replace
+from edgelin.export.passes.edit import bypass, drop_unused, maker, scalar
 
 
 def cancel_stacks(model: ir.Model) -> bool:
@@ -17,26 +17,20 @@ def cancel_stacks(model: ir.Model) -> bool:
     changed = False
     for node in list(model.graph):
         source = _picked(node)
-        if source is None:
-            continue
-        if node.outputs[0].is_graph_output():
-            if source.producer() is None or source.is_graph_output():
-                continue  # it would be an input or initializer, or an output twice
-            source.name = node.outputs[0].name
-        replace(model, node, [], [source])
-        changed = True
+        if source is not None:
+            changed |= bypass(model, node, source)
     drop_unused(model)
     return changed
 
 
 def _picked(squeeze: ir.Node) -> ir.Value | None:
     """The tensor that a Squeeze of one slice of a stack gives, or None."""
-    cut = _producer(squeeze, "Squeeze", "Slice")
-    stack = None if cut is None else _producer(cut, "Slice", "Concat")
+    cut = maker(squeeze.inputs[0], "Slice") if squeeze.op_type == "Squeeze" else None
+    stack = None if cut is None else maker(cut.inputs[0], "Concat")
     if cut is None or stack is None:
         return None
-    members = [value.producer() if value is not None else None for value in stack.inputs]
-    if not all(m is not None and m.op_type == "Unsqueeze" for m in members):
+    members = [maker(value, "Unsqueeze") for value in stack.inputs]
+    if None in members:
         return None
     output = stack.outputs[0]
     rank = len(output.shape) if output.shape is not None else None
@@ -58,18 +52,10 @@ def _picked(squeeze: ir.Node) -> ir.Value | None:
     return None if member is None else member.inputs[0]
 
 
-def _producer(node: ir.Node, op_type: str, source_type: str) -> ir.Node | None:
-    """The node behind the first input, if both are of the given types."""
-    if node.op_type != op_type or node.inputs[0] is None:
-        return None
-    source = node.inputs[0].producer()
-    return source if source is not None and source.op_type == source_type else None
-
-
 def _number(value: ir.Value | None) -> int | None:
-    """A constant of one element, else None."""
-    array = constant(value)
-    return None if array is None or array.size != 1 else int(array.item())
+    """A constant of one element as an integer, else None."""
+    number = scalar(value)
+    return None if number is None else int(number)
 
 
 def _axis(axis: int | None, rank: int | None) -> int | None:
