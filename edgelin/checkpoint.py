@@ -8,10 +8,7 @@ once: a tied head is not stored), ``tokenizer.json``, ``tokenizer_config.json`` 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from safetensors.torch import save_file
 from edgelin import tokenizer as tokenizers
 from edgelin.config import ModelConfig, from_dict, to_dict
 from edgelin.errors import EdgelinError
+from edgelin.files import replacing
 from edgelin.model import LanguageModel
 
 MODEL_TYPE = "edgelin"
@@ -235,14 +233,3 @@ def _listed(names: list[str]) -> str:
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     with replacing(path) as part:
         part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a path beside ``path`` to write to; it takes the place of ``path`` if all went well."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

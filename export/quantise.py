@@ -57,8 +57,8 @@ class Recipe:
         }
 
 
-# Of the demo model's parts, the mixers gain most from 8 bits beside 4-bit MLPs: top-1 agreement with
-# the float model 93.0 %, where all matrices at 4 bits give 90.9 %.
+# Of the demo model's parts, the mixers gain most from 8 bits beside 4-bit MLPs: top-1 agreement
+# with the float model 93.0 %, where all matrices at 4 bits give 90.9 %.
 RECIPES: dict[str, Recipe | None] = {
     "none": None,
     "int8": Recipe(bits=8, embedding_bits=8),

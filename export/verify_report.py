@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgelin.errors import EdgelinError
+from edgelin.files import replacing
 
 TRUTH = "recurrence in float64"
 TOLERANCE = 1e-4  # of float32 forms, relative
@@ -158,14 +158,11 @@ class Verification:
         Raises:
             EdgelinError: The file cannot be written.
         """
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            part.write_text(json.dumps(_plain(self), indent=1) + "\n", encoding="utf-8")
-            os.replace(part, path)
+            with replacing(path) as part:
+                part.write_text(json.dumps(_plain(self), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise EdgelinError(f"{path} cannot be written: {error.strerror}") from error
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def _layers_by_forms(comparisons: list[Comparison]) -> list[str]:

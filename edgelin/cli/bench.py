@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import click
+
+from edgelin.files import replacing
 
 
 @click.command()
@@ -45,8 +46,7 @@ def command(
         rss = point["rss_bytes"] / 2**20
         click.echo(f"{point['position']:>10}  {point['step_ms']:>9.3f}  {rss:>9.1f}")
     if json_file is not None:
-        part = json_file.with_name(f"{json_file.name}.part")
-        part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        os.replace(part, json_file)
+        with replacing(json_file) as part:
+            part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
         measure.plot(found["series"], f"{bundle.name}, {found['variant']}", plot)

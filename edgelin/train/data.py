@@ -15,9 +15,9 @@ from typing import IO, Any, cast
 import numpy as np
 
 from edgelin import tokenizer as tokenizers
-from edgelin.checkpoint import replacing
 from edgelin.config import RunConfig
 from edgelin.errors import EdgelinError
+from edgelin.files import replacing, sha256
 
 _BLOCK = 1 << 20
 _COMPRESSED = (".xz", ".gz")
@@ -164,8 +164,7 @@ def _write_array(path: Path, dtype: np.dtype[Any], parts: Iterator[Array]) -> No
 
 def _hash_file(path: str) -> str:
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(path)
     except OSError as error:
         raise EdgelinError(f"cannot read the text {path}: {error.strerror}") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from edgelin.checkpoint import replacing
+from edgelin.files import replacing
 
 
 class Log:

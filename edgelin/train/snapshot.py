@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from edgelin.checkpoint import replacing
 from edgelin.errors import EdgelinError
+from edgelin.files import replacing
 
 _SHARD = 15 << 20
 _FORMAT = 1

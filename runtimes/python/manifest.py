@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -17,6 +16,7 @@ from typing import Any
 
 from edgelin import __version__
 from edgelin.errors import EdgelinError
+from edgelin.files import replacing, sha256
 from edgelin.state import StateSpec
 
 FORMAT = 1
@@ -37,7 +37,7 @@ class FileRecord:
     @classmethod
     def of(cls, path: Path) -> FileRecord:
         """Measure a file on disk."""
-        return cls(_sha256(path), path.stat().st_size)
+        return cls(sha256(path), path.stat().st_size)
 
 
 @dataclass(frozen=True)
@@ -218,10 +218,9 @@ class Manifest:
         """Write ``edgelin.json`` with its digest into a bundle folder, atomically."""
         _validate(self, FILE_NAME)
         path = Path(bundle) / FILE_NAME
-        part = path.with_name(f"{path.name}.part")
         text = json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n"
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        with replacing(path) as part:
+            part.write_text(text, encoding="utf-8")
         return path
 
     def variant(self, name: str | None = None) -> Variant:
@@ -259,7 +258,7 @@ def file_problem(path: Path, record: FileRecord) -> str | None:
         size = path.stat().st_size
         if size != record.bytes:
             return f"has {size} bytes where the manifest says {record.bytes}"
-        if size <= HASH_LIMIT and _sha256(path) != record.sha256:
+        if size <= HASH_LIMIT and sha256(path) != record.sha256:
             return "differs from its sha256 in the manifest"
     except FileNotFoundError:
         return "is missing"
@@ -318,12 +317,6 @@ def _records(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
 def _read_records(content: Mapping[str, Any]) -> dict[str, FileRecord]:
     """Inverse of :func:`_records`."""
     return {name: FileRecord(r["sha256"], r["bytes"]) for name, r in content.items()}
-
-
-def _sha256(path: Path) -> str:
-    """Hash of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:

@@ -21,6 +21,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from edgelin.errors import EdgelinError
+from edgelin.files import replacing
 from edgelin.runtimes.text import TextTail
 
 FORMAT = "1"
@@ -59,15 +60,12 @@ def write(path: Path, saved: SavedStream) -> None:
         "text": json.dumps({"pending": saved.tail.pending.hex(), "held": saved.tail.held}),
         "sha256": _hash(saved.tensors),
     }
-    part = path.with_name(f"{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with replacing(path) as part, part.open("wb") as file:
             file.write(safetensors.numpy.save(saved.tensors, metadata))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise EdgelinError(f"{path} cannot be written: {error.strerror}") from error
 
 
