@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before onnxruntime is loaded anywhere
 
@@ -36,6 +39,27 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", filled(torch.empty))
     monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
     yield
+
+
+@pytest.fixture(scope="session")
+def build() -> Callable[..., Any]:
+    """``build(folder, seed=0, **changes)`` writes the hand-made bundle of tiny_bundle.py."""
+    import tiny_bundle  # needs onnx and tokenizers, which a GPU machine may lack
+
+    function: Callable[..., Any] = tiny_bundle.build
+    return function
+
+
+@pytest.fixture(scope="session")
+def tiny(build: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny bundle that tests only read."""
+    return build(tmp_path_factory.mktemp("bundle") / "tiny")
+
+
+@pytest.fixture
+def damaged(tiny: Any, tmp_path: Path) -> Path:
+    """A copy of the tiny bundle that a test may damage."""
+    return Path(shutil.copytree(tiny.path, tmp_path / "copy"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

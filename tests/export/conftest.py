@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import export_models
 import onnx_ir as ir
 import pytest
 
@@ -15,15 +14,6 @@ from edgelin.export import passes
 from edgelin.export.profiles import PROFILES
 from edgelin.export.trace import trace
 from edgelin.model import LanguageModel
-
-# Test folders are no packages, so the shared module is loaded by its path.
-_spec = importlib.util.spec_from_file_location(
-    "export_models", Path(__file__).with_name("export_models.py")
-)
-assert _spec is not None and _spec.loader is not None
-export_models = sys.modules.setdefault("export_models", importlib.util.module_from_spec(_spec))
-if not hasattr(export_models, "VOCAB"):
-    _spec.loader.exec_module(export_models)
 
 
 @pytest.fixture(scope="session")

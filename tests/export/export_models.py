@@ -1,4 +1,4 @@
-"""Models, sessions and states that the export tests share (loaded by conftest.py)."""
+"""Models, sessions and states that the export tests share."""
 
 from __future__ import annotations
 
