@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from edgelin.export.rounding import Rounded
+from edgelin.runtimes.distribution import divergence
 from edgelin.runtimes.session import Bundle
 
 if TYPE_CHECKING:
@@ -127,8 +128,6 @@ def replay(bundle: Bundle, ids: npt.NDArray[np.int64]) -> Stream:
 def compare(wanted: Stream, got: Stream) -> Errors:
     """Measure the differences."""
     difference = got.logits - wanted.logits
-    wanted_log, got_log = _log_softmax(wanted.logits), _log_softmax(got.logits)
-    kl = (np.exp(wanted_log) * (wanted_log - got_log)).sum(-1).mean()
     states = [
         float(np.abs(got.states[name].astype(np.float64) - value).max() / _scale(value))
         for name, value in wanted.states.items()
@@ -139,7 +138,7 @@ def compare(wanted: Stream, got: Stream) -> Errors:
         states=max(states, default=0.0),
         logits_rms=float(np.sqrt(np.mean(difference**2) / np.mean(wanted.logits**2))),
         top1=float((wanted.logits.argmax(-1) == got.logits.argmax(-1)).mean()),
-        kl=float(kl),
+        kl=float(divergence(wanted.logits, got.logits).mean()),
         max_difference=float(np.abs(difference).max()),
         finite=bool(finite),
     )
@@ -183,13 +182,6 @@ def _checksum(value: npt.NDArray[Any]) -> dict[str, Any]:
         "max_abs": _short(float(np.abs(flat).max())),
         "samples": [[int(i), _short(float(flat[i]))] for i in at],
     }
-
-
-def _log_softmax(logits: Array) -> Array:
-    """Over the last axis."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
 
 
 def _scale(value: npt.NDArray[Any]) -> float:

@@ -33,6 +33,7 @@ from edgelin.export.verify_report import (
 )
 from edgelin.runtimes import load as open_bundle
 from edgelin.runtimes.buffers import Buffers, initial_state
+from edgelin.runtimes.distribution import divergence, log_softmax
 from edgelin.runtimes.manifest import HASH_LIMIT, FileRecord, Manifest
 
 if TYPE_CHECKING:
@@ -151,13 +152,6 @@ def relative_error(x: Array, y: Array) -> float:
     x, y = x.astype(np.float64), y.astype(np.float64)
     error = float(np.abs(x - y).max() / max(np.abs(y).max(), np.finfo(np.float64).tiny))
     return error if np.isfinite(error) else float("inf")
-
-
-def divergence(p_logits: Array, q_logits: Array) -> Array:
-    """Kullback-Leibler divergence of softmax(q) from softmax(p), in nat, along the last axis."""
-    p, q = _log_softmax(p_logits), _log_softmax(q_logits)
-    result: Array = (np.exp(p) * (p - q)).sum(-1)
-    return result
 
 
 def _check_files(manifest: Manifest, bundle: Path) -> None:
@@ -310,14 +304,6 @@ def _write_text(form: Form, state: State, first: int) -> Array:
     ids = [first]
     while len(ids) < WRITTEN_TOKENS:
         sequences, state = form(np.array([ids[-1:]]), state)
-        cumulative = np.exp(_log_softmax(sequences["logits"][0, 0])).cumsum()
+        cumulative = np.exp(log_softmax(sequences["logits"][0, 0])).cumsum()
         ids.append(int(np.searchsorted(cumulative, random.uniform(0, cumulative[-1]))))
     return np.array([ids])
-
-
-def _log_softmax(logits: Array) -> Array:
-    """Log-probabilities along the last axis, in float64."""
-    x = logits.astype(np.float64)
-    x = x - x.max(-1, keepdims=True)
-    result: Array = x - np.log(np.exp(x).sum(-1, keepdims=True))
-    return result

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from edgelin import tokenizer as tokenizers
 from edgelin.errors import EdgelinError
+from edgelin.runtimes.distribution import log_softmax
 from edgelin.runtimes.session import Bundle
 from edgelin.runtimes.text import TextCodec
 
@@ -72,7 +73,7 @@ def evaluate(
     for start in tqdm(range(0, len(ids) - 1, chunk), unit="chunk", disable=None, leave=False):
         inputs, targets = ids[start : start + chunk], ids[start + 1 : start + chunk + 1]
         inputs = inputs[: len(targets)]
-        logs = [_log_softmax(stream.feed(inputs, all_logits=True)) for stream in streams]
+        logs = [log_softmax(stream.feed(inputs, all_logits=True)) for stream in streams]
         for index, rows in enumerate(logs):
             nats[index] -= float(rows[np.arange(len(targets)), targets].sum())
         if against is not None:
@@ -130,9 +131,3 @@ def _tokens(
     whole = max_tokens is None or len(ids) < max_tokens
     size = len(text.encode()) if whole else sum(map(len, map(codec.source_bytes, ids.tolist())))
     return np.concatenate([[end], ids]), size
-
-
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """log p, [T, vocab] float64."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))

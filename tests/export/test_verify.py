@@ -22,10 +22,11 @@ from edgelin.errors import EdgelinError
 from edgelin.export import verify as verifying
 from edgelin.export import verify_golden, verify_torch
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.verify import LENGTHS, divergence, relative_error, replay, verify
+from edgelin.export.verify import LENGTHS, relative_error, replay, verify
 from edgelin.model import LanguageModel
 from edgelin.runtimes import load
 from edgelin.runtimes import manifest as manifests
+from edgelin.runtimes.distribution import divergence
 
 MIXERS: dict[str, dict[str, Any]] = {
     "gdn": {"type": "gated_deltanet", "num_heads": 2, "key_dim": 16, "value_dim": 24},
@@ -201,7 +202,7 @@ def test_damage_is_found(bundle: Path, tmp_path: Path) -> None:
 def test_large_files_are_hashed_too(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "HASH_LIMIT", 10)
     monkeypatch.setattr(verifying, "HASH_LIMIT", 10)
-    monkeypatch.setattr(manifests, "_sha256", lambda path: "0")
+    monkeypatch.setattr(manifests, "sha256", lambda path: "0")
     with pytest.raises(EdgelinError, match="differs from its sha256"):
         verify(bundle)
 
