@@ -12,7 +12,7 @@ A mixer module has ``Config``, a frozen dataclass read from ``model.mixers.<name
 Conventions: the projection back into the residual stream is ``out_proj`` (its initial weights
 shrink with depth); projections that make gates of the recurrence have ``beta`` or ``decay`` in
 their names (they stay float in quantised graphs); an optional ``reset_parameters()`` runs after
-the model's own initialisation.
+the model's own initialisation. A mixer around one matrix ``[H, K, V]`` extends :class:`HeadSizes`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,38 @@ from torch import nn
 
 from edgelin.config import from_dict
 from edgelin.errors import EdgelinError
+from edgelin.state import StateSpec
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raise EdgelinError for the first of these fields that is below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value < 1:
+            raise EdgelinError(f"{name} is {value}; give at least 1")
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of a mixer whose state is a matrix a head; every field is at least 1.
+
+    Args:
+        num_heads: Heads H.
+        key_dim: Width K of a query or key, a head.
+        value_dim: Width V of a value, a head.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        check_positive(self, *vars(self))
+
+    def matrix_spec(self, layer: int) -> StateSpec:
+        """The matrix S as a state of this layer."""
+        shape = (self.num_heads, self.key_dim, self.value_dim)
+        return StateSpec("recurrent", layer, shape, "batch heads key value")
 
 
 def load(type_name: str) -> ModuleType:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.layers import at_least_float32, rotary_angles, rotate
+from edgelin.mixers import check_positive
 from edgelin.recurrences import CHUNK
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.state import StateSpec
@@ -44,9 +45,7 @@ class Config:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim", "window"):
-            if getattr(self, name) < 1:
-                raise EdgelinError(f"{name} is {getattr(self, name)}; give at least 1")
+        check_positive(self, "num_heads", "num_kv_heads", "head_dim", "window")
         if self.num_heads % self.num_kv_heads:
             raise EdgelinError(
                 f"num_heads is {self.num_heads}, no multiple of num_kv_heads = "

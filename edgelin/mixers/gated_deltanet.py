@@ -20,31 +20,24 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.layers import GatedRMSNorm, at_least_float32, l2_norm
+from edgelin.mixers import HeadSizes
 from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.delta import delta
 from edgelin.state import StateSpec
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(HeadSizes):
     """Sizes of the mixer.
 
     Args:
-        num_heads: Heads H.
-        key_dim: Width K of a query or key, a head.
-        value_dim: Width V of a value, a head.
         conv_size: Taps of the short convolution, at least 2.
     """
 
-    num_heads: int
-    key_dim: int
-    value_dim: int
     conv_size: int = 4
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise EdgelinError(f"{name} is {value}; give at least 1")
+        super().__post_init__()
         if self.conv_size < 2:
             raise EdgelinError(f"conv_size is {self.conv_size}; give at least 2")
 
@@ -88,12 +81,7 @@ class Mixer(nn.Module):
             StateSpec(
                 "conv", self.layer, (self.conv_channels, c.conv_size - 1), "batch channels time"
             ),
-            StateSpec(
-                "recurrent",
-                self.layer,
-                (c.num_heads, c.key_dim, c.value_dim),
-                "batch heads key value",
-            ),
+            c.matrix_spec(self.layer),
         ]
 
     def forward(

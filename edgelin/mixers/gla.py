@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgelin.errors import EdgelinError
 from edgelin.layers import GatedRMSNorm, at_least_float32
+from edgelin.mixers import HeadSizes
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
 
@@ -23,25 +23,14 @@ _TEMPERATURE = 16.0
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(HeadSizes):
     """Sizes of the mixer.
 
     Args:
-        num_heads: Heads H.
-        key_dim: Width K of a query or key, a head.
-        value_dim: Width V of a value, a head.
         decay_rank: Inner width of the two projections that make the decay.
     """
 
-    num_heads: int
-    key_dim: int
-    value_dim: int
     decay_rank: int = 16
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise EdgelinError(f"{name} is {value}; give at least 1")
 
 
 class Mixer(nn.Module):
@@ -67,9 +56,7 @@ class Mixer(nn.Module):
 
     def state_specs(self) -> list[StateSpec]:
         """S."""
-        c = self.config
-        shape = (c.num_heads, c.key_dim, c.value_dim)
-        return [StateSpec("recurrent", self.layer, shape, "batch heads key value")]
+        return [self.config.matrix_spec(self.layer)]
 
     def forward(
         self, x: Tensor, state: dict[str, Tensor], position: Tensor

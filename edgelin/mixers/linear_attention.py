@@ -14,29 +14,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgelin.errors import EdgelinError
+from edgelin.mixers import HeadSizes
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the mixer.
-
-    Args:
-        num_heads: Heads H.
-        key_dim: Width K of a query or key, a head.
-        value_dim: Width V of a value, a head.
-    """
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise EdgelinError(f"{name} is {value}; give at least 1")
+class Config(HeadSizes):
+    """Sizes of the mixer."""
 
 
 class Mixer(nn.Module):
@@ -60,10 +45,10 @@ class Mixer(nn.Module):
     def state_specs(self) -> list[StateSpec]:
         """S and z."""
         c = self.config
-        matrix = (c.num_heads, c.key_dim, c.value_dim)
+        shape = (c.num_heads, c.key_dim)
         return [
-            StateSpec("recurrent", self.layer, matrix, "batch heads key value"),
-            StateSpec("normalizer", self.layer, matrix[:2], "batch heads key"),
+            c.matrix_spec(self.layer),
+            StateSpec("normalizer", self.layer, shape, "batch heads key"),
         ]
 
     def forward(

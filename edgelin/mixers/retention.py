@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from edgelin.errors import EdgelinError
 from edgelin.layers import GatedRMSNorm, rotary_angles, rotate
+from edgelin.mixers import HeadSizes
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
 
@@ -24,23 +25,11 @@ _THETA = 10000.0
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the mixer.
-
-    Args:
-        num_heads: Heads H, each with its own decay.
-        key_dim: Width K of a query or key, a head; even.
-        value_dim: Width V of a value, a head.
-    """
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
+class Config(HeadSizes):
+    """Sizes of the mixer; key_dim is even."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise EdgelinError(f"{name} is {value}; give at least 1")
+        super().__post_init__()
         if self.key_dim % 2:
             raise EdgelinError(f"key_dim is {self.key_dim}; rotary position needs an even one")
 
@@ -69,9 +58,7 @@ class Mixer(nn.Module):
 
     def state_specs(self) -> list[StateSpec]:
         """S."""
-        c = self.config
-        shape = (c.num_heads, c.key_dim, c.value_dim)
-        return [StateSpec("recurrent", self.layer, shape, "batch heads key value")]
+        return [self.config.matrix_spec(self.layer)]
 
     def forward(
         self, x: Tensor, state: dict[str, Tensor], position: Tensor
