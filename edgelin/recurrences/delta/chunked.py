@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+from edgelin.recurrences.chunks import compute_dtype, join, split
 
 
 def forward(
@@ -33,10 +33,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[B, T, H, V]` in the dtype of ``v`` and the new state; differentiable."""
     time = v.shape[1]
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(v)
     size = min(CHUNK, time)
     g = beta.new_zeros(beta.shape) if g is None else g.clamp(min=MIN_LOG_DECAY)
-    q, k, v_, beta, g = (_chunks(x.to(dtype), size) for x in (q, k, v, beta, g))
+    q, k, v_, beta, g = (split(x.to(dtype), size) for x in (q, k, v, beta, g))
     prefix, decay = _decays(g)
     gram = k @ k.mT
     inverse = unit_lower_inverse(beta[..., None] * (decay * gram).tril(-1))
@@ -52,7 +52,7 @@ def forward(
         new = inverse[:, :, n] @ (beta[:, :, n, :, None] * (v_[:, :, n] - old))
         outputs.append(read[:, :, n] @ current + scores[:, :, n] @ new)
         current = total[:, :, n] * current + write[:, :, n] @ new
-    o = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :time].transpose(1, 2)
+    o = join(torch.stack(outputs, dim=2), time)
     return (scale * o).to(v.dtype).contiguous(), current.to(state.dtype).contiguous()
 
 
@@ -101,17 +101,6 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
         inverse = inverse - (level if block == 1 else inverse @ (level @ inverse))
         block *= 2
     return inverse
-
-
-def _chunks(x: Tensor, size: int) -> Tensor:
-    """`[B, T, H, ...]` to `[B, H, N, size, ...]`, zeros after the last token.
-
-    A token of zeros writes nothing and decays nothing.
-    """
-    x = x.transpose(1, 2)
-    missing = -x.shape[2] % size
-    x = pad(x, (*[0] * 2 * (x.ndim - 3), 0, missing))
-    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+from edgelin.recurrences.chunks import compute_dtype
 
 Step = Callable[..., tuple[Tensor, Tensor]]
 
@@ -108,7 +109,7 @@ def _time_invariant(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Constant weights; T is at most CHUNK or a multiple of it. Channels first: one bmm each."""
-    dtype = _compute_dtype(x, state)
+    dtype = compute_dtype(x, state)
     batch, time, channels = x.shape
     size = min(time, CHUNK)
     b, c, h = _complex(dtype, theta, b[:, None], c[:, None], state)
@@ -170,7 +171,7 @@ def _scan(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Selective weights; T is at most CHUNK."""
-    dtype = _compute_dtype(x, state)
+    dtype = compute_dtype(x, state)
     time = x.shape[1]
     b, c, h = _complex(dtype, theta, b, c, state)
     a = _transition(g.to(dtype), None if theta is None else theta.to(dtype))
@@ -184,11 +185,6 @@ def _scan(
         shift *= 2
     y = _real((c * u).sum(-1))
     return y.to(x.dtype), _pairs(u[:, -1]).to(state.dtype)
-
-
-def _compute_dtype(x: Tensor, state: Tensor) -> torch.dtype:
-    """float64 if an input is, else float32."""
-    return torch.promote_types(torch.promote_types(x.dtype, state.dtype), torch.float32)
 
 
 def _transition(g: Tensor, theta: Tensor | None) -> Tensor:

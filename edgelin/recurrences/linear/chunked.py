@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+from edgelin.recurrences.chunks import compute_dtype, join, split
 
 
 def forward(
@@ -36,14 +37,14 @@ def forward(
     Returns:
         ``o`` ``[B, T, H, V]`` in the dtype of ``v`` and the final state in the dtype of ``state``.
     """
-    time, dtype = q.shape[1], _compute_dtype(q, k, v, state)
+    time, dtype = q.shape[1], compute_dtype(q, k, v, state)
     chunk = min(CHUNK, time)
-    qc, kc, vc = (_split(x.to(dtype), chunk) for x in (q, k, v))
+    qc, kc, vc = (split(x.to(dtype), chunk) for x in (q, k, v))
     if g is None:
         within = (qc @ kc.mT).tril()
         q_in, k_out, total = qc, kc, None
     else:
-        gc = _split(g.to(dtype).clamp(min=MIN_LOG_DECAY).reshape(*q.shape[:3], -1), chunk)
+        gc = split(g.to(dtype).clamp(min=MIN_LOG_DECAY).reshape(*q.shape[:3], -1), chunk)
         decayed = _per_head if g.dim() == 3 else _per_key
         within, q_in, k_out, total = decayed(qc, kc, gc)
     current = state.to(dtype)
@@ -52,22 +53,7 @@ def forward(
         before.append(current)
         current = increment + (current if total is None else total[:, :, n] * current)
     o = within @ vc + q_in @ torch.stack(before, dim=2)
-    o = (scale * o).flatten(2, 3).transpose(1, 2)[:, :time]
-    return o.to(v.dtype), current.to(state.dtype)
-
-
-def _compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any tensor is, else float32."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-
-
-def _split(x: Tensor, chunk: int) -> Tensor:
-    """``[B, T, H, D]`` to chunks ``[B, H, N, chunk, D]``; zeros after T change neither o nor S."""
-    pad = -x.shape[1] % chunk
-    if pad:
-        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad))
-    batch, time, heads, width = x.shape
-    return x.reshape(batch, time // chunk, chunk, heads, width).permute(0, 3, 1, 2, 4)
+    return join(scale * o, time).to(v.dtype), current.to(state.dtype)
 
 
 def _triangle(size: int, like: Tensor) -> Tensor:
