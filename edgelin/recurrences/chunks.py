@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def full_precision(form: Callable[P, R]) -> Callable[P, R]:
+    """Run a form on the CPU outside autocast, which would turn its products to bfloat16."""
+
+    @functools.wraps(form)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autocast("cpu", enabled=False):
+            return form(*args, **kwargs)
+
+    return run
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
-from edgelin.recurrences.chunks import compute_dtype, join, split
+from edgelin.recurrences.chunks import compute_dtype, full_precision, join, split
 
 
+@full_precision
 def forward(
     q: Tensor,
     k: Tensor,
@@ -56,6 +57,7 @@ def forward(
     return (scale * o).to(v.dtype).contiguous(), current.to(state.dtype).contiguous()
 
 
+@full_precision
 def backward(
     q: Tensor,
     k: Tensor,

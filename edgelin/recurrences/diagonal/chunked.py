@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
-from edgelin.recurrences.chunks import compute_dtype
+from edgelin.recurrences.chunks import compute_dtype, full_precision
 
 Step = Callable[..., tuple[Tensor, Tensor]]
 
 
+@full_precision
 def forward(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -46,6 +47,7 @@ def forward(
     return torch.cat(outputs, dim=1).contiguous(), h.contiguous()
 
 
+@full_precision
 def backward(
     x: Tensor,
     b: Tensor,

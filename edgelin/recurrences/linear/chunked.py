@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
-from edgelin.recurrences.chunks import compute_dtype, join, split
+from edgelin.recurrences.chunks import compute_dtype, full_precision, join, split
 
 
+@full_precision
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
