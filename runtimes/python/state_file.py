@@ -2,15 +2,17 @@
 
 Tensors: every state of the manifest under its ``name``, and ``logits`` [batch, vocab]. Metadata
 (all strings): ``edgelin_state`` (format), ``model_hash``, ``variant``, ``position``, ``recent``
-(JSON list of token ids), ``text`` (JSON: hex of pending bytes, held text), ``sha256`` of the
-tensors' bytes in the order of their names.
+(JSON list of token ids), ``text`` (JSON: hex of pending bytes, held text), ``sha256`` of all the
+rest (see :func:`_hash`).
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from numpy.typing import NDArray
 
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing
+from edgelin.runtimes import checks
+from edgelin.runtimes.sampler import WINDOW
 from edgelin.runtimes.text import TextTail
 
 FORMAT = "1"
@@ -58,15 +62,16 @@ def write(path: Path, saved: SavedStream) -> None:
         "position": str(saved.position),
         "recent": json.dumps(saved.recent),
         "text": json.dumps({"pending": saved.tail.pending.hex(), "held": saved.tail.held}),
-        "sha256": _hash(saved.tensors),
     }
+    metadata["sha256"] = _hash(metadata, saved.tensors)
+    checks.target(path)
     try:
         with replacing(path) as part, part.open("wb") as file:
             file.write(safetensors.numpy.save(saved.tensors, metadata))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise EdgelinError(f"{path} cannot be written: {error.strerror}") from error
+        raise EdgelinError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def read(path: Path) -> SavedStream:
@@ -81,7 +86,7 @@ def read(path: Path) -> SavedStream:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise EdgelinError(f"there is no state file {path}") from None
-    except (safetensors.SafetensorError, OSError) as error:
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise EdgelinError(
             f"{path} is damaged or no state file ({error}); save it again"
         ) from error
@@ -89,25 +94,57 @@ def read(path: Path) -> SavedStream:
         raise EdgelinError(
             f"{path} is no edgelin state file of format {FORMAT}; make one with --save-state"
         )
-    if metadata.get("sha256") != _hash(tensors):
-        raise EdgelinError(f"{path} is damaged: its tensors differ from their hash; save it again")
+    if metadata.get("sha256") != _hash(metadata, tensors):
+        raise EdgelinError(f"{path} is damaged: its content differs from its hash; save it again")
     try:
-        text = json.loads(metadata["text"])
+        position = _position(metadata["position"])
         return SavedStream(
             model_hash=metadata["model_hash"],
             variant=metadata["variant"],
-            position=int(metadata["position"]),
-            recent=[int(token) for token in json.loads(metadata["recent"])],
-            tail=TextTail(bytes.fromhex(text["pending"]), str(text["held"])),
+            position=position,
+            recent=_recent(metadata["recent"], min(position, WINDOW)),
+            tail=_tail(metadata["text"]),
             tensors=tensors,
         )
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise EdgelinError(f"{path} is damaged: odd metadata ({error}); save it again") from error
 
 
-def _hash(tensors: dict[str, NDArray[Any]]) -> str:
-    """sha256 of the tensors' little-endian bytes in the order of their names."""
+def _position(text: str) -> int:
+    """The number of tokens read, which fits an int64; a saved stream has read one at least."""
+    if not re.fullmatch(r"[1-9][0-9]{0,18}", text) or int(text) >= 2**63:
+        raise ValueError(f"position is {text[:30]!r}")
+    return int(text)
+
+
+def _recent(text: str, count: int) -> list[int]:
+    """The last ``count`` token ids."""
+    tokens = json.loads(text)
+    if not isinstance(tokens, list) or len(tokens) != count:
+        raise ValueError(f"recent is no list of {count} ids")
+    if any(type(token) is not int for token in tokens):
+        raise ValueError("recent holds what is no integer")
+    return tokens
+
+
+def _tail(text: str) -> TextTail:
+    """Valid held text, and bytes that only begin a character."""
+    stored = json.loads(text)
+    pending, held = bytes.fromhex(stored["pending"]), stored["held"]
+    if not isinstance(held, str) or codecs.getincrementaldecoder("utf-8")().decode(pending):
+        raise ValueError("text holds no beginning of a character or of a stop string")
+    held.encode()  # refuses unpaired surrogates
+    return TextTail(pending, held)
+
+
+def _hash(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> str:
+    """sha256 of all metadata but itself, then of the tensors' little-endian bytes, by name.
+
+    A key and its value are UTF-8, each followed by a zero byte.
+    """
     total = hashlib.sha256()
+    for key in sorted(metadata.keys() - {"sha256"}):
+        total.update(f"{key}\0{metadata[key]}\0".encode())
     for name in sorted(tensors):
         total.update(np.ascontiguousarray(tensors[name]).tobytes())
     return total.hexdigest()

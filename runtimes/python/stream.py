@@ -154,6 +154,19 @@ class Stream:
                 f"{path} was saved by another model ({saved.model_hash[:12]}, this one is "
                 f"{manifest.model_hash[:12]}); a state only fits the model that made it"
             )
+        self._check_saved(path, saved)
+        if saved.variant != self._bundle.variant:
+            _log.warning(
+                "Warning: %s was saved by variant %s and goes on with %s; the text may differ",
+                path, saved.variant, self._bundle.variant,
+            )  # fmt: skip
+        for spec, array in zip(manifest.states, self._buffers.states, strict=True):
+            array[...] = saved.tensors[spec.name]
+        self._set(saved.position, saved.tensors[state_file.LOGITS], saved.recent, saved.tail)
+
+    def _check_saved(self, path: str | Path, saved: state_file.SavedStream) -> None:
+        """Refuse tensors of other shapes, and counts and ids that this model cannot have made."""
+        manifest = self._bundle.manifest
         logits = np.zeros((self._batch, manifest.vocab_size), np.float32)
         wanted = {
             **{spec.name: initial_state(spec, self._batch) for spec in manifest.states},
@@ -167,14 +180,11 @@ class Stream:
                     f"{path}: tensor {name} is {have}, {like.dtype} {list(like.shape)} is needed; "
                     "the file is of another batch size or damaged"
                 )
-        if saved.variant != self._bundle.variant:
-            _log.warning(
-                "Warning: %s was saved by variant %s and goes on with %s; the text may differ",
-                path, saved.variant, self._bundle.variant,
-            )  # fmt: skip
-        for spec, array in zip(manifest.states, self._buffers.states, strict=True):
-            array[...] = saved.tensors[spec.name]
-        self._set(saved.position, saved.tensors[state_file.LOGITS], saved.recent, saved.tail)
+        counters = [spec.name for spec in manifest.states if spec.kind == "position"]
+        if any((saved.tensors[name] != saved.position).any() for name in counters):
+            raise EdgelinError(f"{path} is damaged: its positions disagree; save it again")
+        if any(not 0 <= token < manifest.vocab_size for token in saved.recent):
+            raise EdgelinError(f"{path} is damaged: a recent id is out of range; save it again")
 
     def _set(
         self, position: int, logits: Logits | None, recent: Sequence[int], tail: TextTail

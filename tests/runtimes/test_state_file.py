@@ -163,3 +163,64 @@ def test_any_safetensors_reader_can_read_it(saved: Path) -> None:
     tensors = safetensors.numpy.load_file(saved)
     assert sorted(tensors) == ["logits", "position", "recurrent.0"]
     assert tensors["position"].tolist() == [69]
+
+
+def _rewrite(path: Path, sign: bool, tensors: dict[str, Any], **changes: str) -> None:
+    """Change metadata and tensors of a state file, with a hash that fits or the old one."""
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = {**file.metadata(), **changes}
+    tensors = {**safetensors.numpy.load_file(path), **tensors}
+    if sign:
+        metadata["sha256"] = state_file._hash(metadata, tensors)
+    path.write_bytes(safetensors.numpy.save(tensors, metadata))
+
+
+ODD = {
+    "position": ["-5", "0", "70", str(2**70), str(2**63), "1_0", "x", "9" * 5000],
+    "recent": ["[99999]", "[-1]", "[1]", "{}", "[" * 100_000, str([1.5] * 64), str([300] * 64),
+               "[" + "true, " * 63 + "true]"],
+    "text": ["[]", "{}", '{"pending": "zz", "held": ""}', '{"pending": "", "held": 3}',
+             '{"pending": "41", "held": ""}', '{"pending": "ff", "held": ""}',
+             r'{"pending": "", "held": "\ud800"}'],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", [False, True])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, value) for key, values in ODD.items() for value in values],
+    ids=lambda text: text[:20],
+)
+def test_odd_metadata(bundle: Bundle, saved: Path, sign: bool, key: str, value: str) -> None:
+    _rewrite(saved, sign, {}, **{key: value})
+    _refused(bundle.stream(), saved)
+
+
+def test_all_metadata_is_hashed(bundle: Bundle, saved: Path) -> None:
+    content = saved.read_bytes()
+    for change in (
+        {"recent": str([1] * 64)}, {"variant": "model_q8"}, {"more": "x"},
+        {"text": '{"pending": "", "held": "x"}'},
+    ):  # fmt: skip
+        saved.write_bytes(content)
+        _rewrite(saved, False, {}, **change)
+        _refused(bundle.stream(), saved)
+        _rewrite(saved, True, {})
+        bundle.stream().load(saved)
+
+
+@pytest.mark.parametrize("value", [-7, 68, 70, 2**62])
+def test_odd_position_tensor(bundle: Bundle, saved: Path, value: int) -> None:
+    _rewrite(saved, True, {"position": np.array([value])})
+    _refused(bundle.stream(), saved)
+
+
+@pytest.mark.parametrize("name", ["", "/", "folder", "no/s", "a\0b", "n" * 300, "/dev/null"])
+def test_a_target_that_cannot_be_written(bundle: Bundle, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    stream = bundle.stream()
+    stream.feed([1])
+    with pytest.raises(EdgelinError, match="cannot be written: ") as caught:
+        stream.save(tmp_path / name if name else "")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
