@@ -17,6 +17,7 @@ from typing import Any
 from edgelin import __version__
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing, sha256
+from edgelin.runtimes.manifest_types import check_types
 from edgelin.state import StateSpec
 
 FORMAT = 1
@@ -163,7 +164,7 @@ class Manifest:
         return content
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any], where: str = FILE_NAME) -> Manifest:
+    def from_dict(cls, content: dict[str, Any], where: str = FILE_NAME) -> Manifest:
         """Read the parsed JSON.
 
         Raises:
@@ -174,17 +175,26 @@ class Manifest:
                 f"{where} has format {content.get('format')!r}; this edgelin {__version__} reads "
                 f"format {FORMAT}: export again, or install the edgelin that wrote it"
             )
-        if content.get("digest") != digest(content):
+        try:
+            found = digest(content)
+        except (RecursionError, ValueError) as error:
+            raise EdgelinError(
+                f"{where} is not a valid manifest: {type(error).__name__}; export again"
+            ) from error
+        if content.get("digest") != found:
             raise EdgelinError(
                 f"{where} was changed after export: its digest differs; "
                 "take the original file, or export the bundle again"
             )
         try:
+            check_types(content)
             manifest = _parse(cls, content)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except KeyError as error:
             raise EdgelinError(
-                f"{where} is not a valid manifest: {type(error).__name__} {error}; export again"
+                f"{where} is not a valid manifest: KeyError {error}; export again"
             ) from error
+        except ValueError as error:
+            raise EdgelinError(f"{where}: {error}; export again") from error
         _validate(manifest, where)
         return manifest
 
@@ -206,9 +216,10 @@ class Manifest:
             ) from None
         except OSError as error:
             raise EdgelinError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
             raise EdgelinError(
-                f"{path} is not valid JSON ({error}); take the original, or export again"
+                f"{path} is not valid JSON ({reason}); take the original, or export again"
             ) from error
         if not isinstance(content, dict):
             raise EdgelinError(f"{path} is not a JSON object; export the bundle again")
@@ -320,17 +331,17 @@ def _read_records(content: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:
-    """Pick the fields out of parsed JSON; any missing or odd one raises a builtin exception."""
+    """Pick the fields out of parsed JSON that has passed ``check_types``."""
     tokenizer = content["tokenizer"]
     return cls(
         model_hash=content["model_hash"],
-        vocab_size=int(content["input"]["vocab_size"]),
+        vocab_size=content["input"]["vocab_size"],
         states=[StateSpec.from_dict(entry) for entry in content["states"]],
         tokenizer=TokenizerRecord(
-            tokenizer["file"], int(tokenizer["eos_token_id"]), dict(tokenizer["special_tokens"])
+            tokenizer["file"], tokenizer["eos_token_id"], dict(tokenizer["special_tokens"])
         ),
         profile=content["profile"],
-        opset=int(content["opset"]),
+        opset=content["opset"],
         min_onnxruntime=content["min_onnxruntime"],
         default_variant=content["default_variant"],
         variants={
@@ -338,8 +349,8 @@ def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:
             for name, entry in content["variants"].items()
         },
         files=_read_records(content["files"]),
-        max_time=None if content["max_time"] is None else int(content["max_time"]),
-        chunk=int(content["chunk"]),
+        max_time=content["max_time"],
+        chunk=content["chunk"],
         input_name=content["input"]["name"],
         output_name=content["output"]["name"],
         num_logits_to_keep=content["num_logits_to_keep"],
@@ -362,6 +373,9 @@ def _validate(manifest: Manifest, where: str) -> None:
     for spec in manifest.states:
         if spec.dtype not in ("float32", "int64"):
             _refuse(where, f"state {spec.name} is {spec.dtype}; allowed: float32, int64")
+    largest = max([manifest.tokenizer.eos_token_id, *manifest.tokenizer.special_tokens.values()])
+    if largest >= manifest.vocab_size:
+        _refuse(where, f"special token {largest} is beyond vocab_size {manifest.vocab_size}")
     paths = [manifest.tokenizer.file, *manifest.files]
     for name, variant in manifest.variants.items():
         if variant.file not in variant.files:
@@ -370,6 +384,8 @@ def _validate(manifest: Manifest, where: str) -> None:
     for path in paths:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
             _refuse(where, f"file {path!r} lies outside the bundle")
+    if manifest.tokenizer.file not in manifest.files:
+        _refuse(where, f"tokenizer.file {manifest.tokenizer.file!r} is not among files")
 
 
 def _refuse(where: str, problem: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from edgelin.cli import main
+from edgelin.runtimes.manifest import digest
 
 
 def test_tables(tiny: Any) -> None:
@@ -72,3 +75,52 @@ def test_edited_manifest(damaged: Path) -> None:
     (damaged / "edgelin.json").write_text(text)
     result = CliRunner().invoke(main, ["inspect", str(damaged)])
     assert result.exit_code == 1 and "was changed after export" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["input"].update(vocab_size=301),
+        lambda content: content["input"].update(name="tokens"),
+        lambda content: content["states"][0].update(shape=["batch", 6, 11]),
+        lambda content: content.update(max_time=9),
+    ],
+)
+def test_contract_of_another_graph(damaged: Path, change: Any) -> None:
+    """What ``run`` refuses is not healthy."""
+    path = damaged / "edgelin.json"
+    content = json.loads(path.read_text())
+    change(content)
+    content["digest"] = digest(content)
+    path.write_text(json.dumps(content))
+    result = CliRunner().invoke(main, ["inspect", str(damaged)])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert "does not carry the contract of edgelin.json" in result.stderr
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"model": 3}'])
+def test_tokenizer_is_read(damaged: Path, text: str | None) -> None:
+    """A file that is as recorded, or is not recorded, and is no tokenizer."""
+    from edgelin.runtimes.manifest import FileRecord
+
+    content = json.loads((damaged / "edgelin.json").read_text())
+    if text is None:
+        (damaged / "tokenizer.json").unlink()
+        del content["files"]["tokenizer.json"]
+    else:
+        (damaged / "tokenizer.json").write_text(text)
+        content["files"]["tokenizer.json"] = vars(FileRecord.of(damaged / "tokenizer.json"))
+    content["digest"] = digest(content)
+    (damaged / "edgelin.json").write_text(json.dumps(content))
+    result = CliRunner().invoke(main, ["inspect", str(damaged)])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert "tokenizer" in result.stderr
+
+
+def test_needs_no_torch(tiny: Any) -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'onnx', 'onnx_ir']));"
+        "from edgelin.cli import main; main(['inspect', sys.argv[1]])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tiny.path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

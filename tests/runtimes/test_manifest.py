@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgelin.errors import EdgelinError
-from edgelin.runtimes.manifest import FILE_NAME, Manifest, canonical_json, digest
+from edgelin.runtimes.manifest import FILE_NAME, Manifest, TokenizerRecord, canonical_json, digest
 from edgelin.state import StateSpec
 
 
@@ -117,6 +117,11 @@ def test_missing_key_is_named(tiny: Any) -> None:
         ({"default_variant": "x"}, "default_variant 'x' is not among variants"),
         ({"chunk": 0}, "chunk is 0"),
         ({"chunk": 65, "max_time": 64}, "chunk is 65"),
+        ({"tokenizer": TokenizerRecord("x.json", 0, {})}, "'x.json' is not among files"),
+        (
+            {"tokenizer": TokenizerRecord("tokenizer.json", 9999, {})},
+            "special token 9999 is beyond",
+        ),
         ({"states": [StateSpec("a", 0, (1,), "")] * 2}, "two states have the same name"),
         ({"states": [StateSpec("a", 0, (1,), "", "float16")]}, "float16; allowed: float32, int64"),
     ],
@@ -125,6 +130,60 @@ def test_contradictions_are_refused(tiny: Any, change: dict[str, Any], message: 
     manifest = dataclasses.replace(Manifest.read(tiny.path), **change)
     with pytest.raises(EdgelinError, match=message):
         Manifest.from_dict(manifest.as_dict())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model_hash", "profile", "edgelin_version", "default_variant", "min_onnxruntime", "opset",
+        "chunk", "num_logits_to_keep", "input", "input.name", "input.vocab_size", "output",
+        "output.name", "states", "states.0", "states.0.kind", "states.0.layer", "states.0.shape",
+        "states.0.name", "states.0.input", "states.0.dtype", "states.0.initial", "tokenizer",
+        "tokenizer.file", "tokenizer.eos_token_id", "tokenizer.special_tokens", "variants",
+        "variants.model", "variants.model.file", "variants.model.files",
+        "variants.model_q8.quantisation", "variants.model_q8.quantisation.bits",
+        "variants.model_q8.quantisation.block_size", "files", "files.config.json",
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_refused(tiny: Any, tmp_path: Path, key: str) -> None:
+    """In one line, though the digest is right."""
+    for value in (None, True, -3, 0.5, [], {}, "garbage", ["x"], {"x": 1}, float("nan"), "\udc80"):
+        content = json.loads((tiny.path / FILE_NAME).read_text())
+        *parents, last = key.split(".", 1) if key.startswith("files") else key.split(".")
+        place = content
+        for parent in parents:
+            place = place[int(parent)] if isinstance(place, list) else place[parent]
+        index = int(last) if isinstance(place, list) else last
+        if isinstance(value, str) and isinstance(place[index], str):
+            continue  # of the right type; what it means is for others to judge
+        if value is None and key.endswith(("quantisation", "layer")):
+            continue
+        if key in ("states", "tokenizer.special_tokens") and type(value) is type(place[index]):
+            continue
+        if key == "states.0.initial" and value in (-3, 0.5):
+            continue
+        place[index] = value
+        if value != "\udc80":
+            content["digest"] = digest(content)
+        (tmp_path / FILE_NAME).write_text(json.dumps(content))
+        with pytest.raises(EdgelinError) as caught:
+            Manifest.read(tmp_path)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("version", ["", "garbage", "1.x", "1." * 400, "9" * 5000])
+def test_versions_that_are_none_are_refused(tiny: Any, version: str) -> None:
+    manifest = dataclasses.replace(Manifest.read(tiny.path), min_onnxruntime=version)
+    with pytest.raises(EdgelinError, match=r"min_onnxruntime is .*allowed: a version"):
+        Manifest.from_dict(manifest.as_dict())
+
+
+@pytest.mark.parametrize("depth", [900, 5000, 100_000])
+def test_deep_json_is_refused(tmp_path: Path, depth: int) -> None:
+    (tmp_path / FILE_NAME).write_text('{"format": 1, "x": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(EdgelinError) as caught:
+        Manifest.read(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../other.json", "onnx/../../x", "..\\x"])
