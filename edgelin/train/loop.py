@@ -22,10 +22,11 @@ from edgelin import checkpoint
 from edgelin.config import RunConfig, to_dict
 from edgelin.errors import EdgelinError
 from edgelin.model import LanguageModel
-from edgelin.train import log, optimizer, snapshot
+from edgelin.train import folder, log, optimizer, snapshot
 from edgelin.train.data import Corpus, prepare
 from edgelin.train.evaluate import Windows, streamed_bits_per_byte
 from edgelin.train.loss import cross_entropy
+from edgelin.train.meter import Meter, tell
 from edgelin.train.order import Order
 from edgelin.train.schedule import learning_rate, progress
 from edgelin.train.stop import Stop
@@ -72,10 +73,7 @@ def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "
 
 def _train(config: RunConfig, out: Path, resume: bool, device: str) -> Result:
     where = _pick(device)
-    if not resume and snapshot.exists(out):
-        raise EdgelinError(f"{out} holds a run already; add --resume, or choose another --out")
-    if resume and not snapshot.exists(out):
-        raise EdgelinError(f"{out} holds no run to resume; start it without --resume")
+    folder.check(out, resume=resume)
     out.mkdir(parents=True, exist_ok=True)
     tell("reading and encoding the texts")
     trainer = Trainer(config, out, prepare(config, out), where)
@@ -148,7 +146,7 @@ class Trainer:
         if self._device.type == "cuda" and not self._done():
             self._warm_up()
             self._start_clock()
-        self._meter = _Meter(self._tokens_per_step())
+        self._meter = Meter(self._tokens_per_step())
         measured = saved = -1
         with self._bar() as bar:
             while not self._done() and not stop.asked:
@@ -187,6 +185,12 @@ class Trainer:
 
     def _gradients(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss of the next step, its gradients left in the parameters, and the states after it."""
+        loss, after = self._loss(self._hidden, compiled=self._compiled)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), {name: value.detach() for name, value in after.items()}
+
+    def _loss(self, hidden_of: Any, *, compiled: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Loss of the next step and the states after it, through a form of ``model.hidden``."""
         config = self.config
         # Dropout is a pure function of (seed, step), so that no random state need be saved.
         torch.manual_seed((config.seed << 32) + self.step + 1)
@@ -196,10 +200,9 @@ class Trainer:
             # made outside the compiled function: torch 2.11 miscompiles a constant position
             state = self.model.initial_state(config.optim.batch_size, self._device)
         with self._autocast():
-            hidden, after = self._hidden(inputs, state)
-            loss = cross_entropy(hidden, self.model.head_weight, targets, compiled=self._compiled)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), {name: value.detach() for name, value in after.items()}
+            hidden, after = hidden_of(inputs, state)
+            loss = cross_entropy(hidden, self.model.head_weight, targets, compiled=compiled)
+        return loss, after
 
     def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step; gives loss and gradient norm without waiting for the device."""
@@ -223,11 +226,7 @@ class Trainer:
         if reading is None:
             return
         loss, norm, speed = reading
-        if not math.isfinite(loss):
-            raise EdgelinError(
-                f"the loss is {loss} at step {self.step}; lower optim.learning_rate or raise "
-                f"optim.warmup_steps (the last checkpoint is kept)"
-            )
+        self._refuse_unless_finite("loss", loss)
         self._log.write(
             step=self.step,
             seconds=round(self._seconds(), 3),
@@ -247,6 +246,7 @@ class Trainer:
         began = time.perf_counter()
         with self._autocast():
             score = self._windows.bits_per_byte(self.model)
+        self._refuse_unless_finite("held-out score", score)
         self._log.write(
             step=self.step,
             seconds=round(self._seconds(), 3),
@@ -262,11 +262,17 @@ class Trainer:
     def _save(self) -> None:
         """Write the training state, the picture and, without held-out text, the checkpoint."""
         began = time.perf_counter()
+        with torch.no_grad():  # the loss of a step says nothing of the weights that it made
+            loss, _ = self._loss(self.model.hidden, compiled=False)
+        self._refuse_unless_finite("loss", float(loss))
         tensors = {
             f"model/{name}": tensor for name, tensor in checkpoint.own_tensors(self.model).items()
         }
         tensors |= optimizer.tensors(self._optimizer, self.model)
         tensors |= {f"carried/{name}": value for name, value in (self._state or {}).items()}
+        finite = [tensor.isfinite().all() for tensor in tensors.values()]
+        if not torch.stack([value.cpu() for value in finite]).all():
+            self._refuse_unless_finite("optimizer's state", math.nan)
         if self._best is None:  # nothing measured: the latest weights are the best known
             self._keep()
         done = snapshot.Progress(self.step, self._seconds(), self._best, self._identity())
@@ -274,8 +280,16 @@ class Trainer:
         log.plot(self._out / "log.jsonl", self._out / "loss.png")
         self._meter.pause(time.perf_counter() - began)
 
+    def _refuse_unless_finite(self, name: str, value: float) -> None:
+        """End a run that has diverged, before anything of it is written."""
+        if not math.isfinite(value):
+            raise EdgelinError(
+                f"the {name} is {value} at step {self.step}; lower optim.learning_rate or raise "
+                f"optim.warmup_steps ({folder.saved(self._out)})"
+            )
+
     def _keep(self) -> None:
-        checkpoint.save(self._out, self.model, self._corpus.tokenizer.to_str(pretty=True))
+        folder.keep(self._out, self.model, self._corpus.tokenizer.to_str(pretty=True))
 
     def _held_out(self) -> Windows | None:
         valid = self._corpus.valid
@@ -333,41 +347,6 @@ class Trainer:
 
     def _bar_position(self) -> int:
         return self.step if self.config.optim.steps is not None else int(self._seconds())
-
-
-class _Meter:
-    """Means of loss and gradient norm, and tokens per second, since the last reading."""
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self._tokens = tokens_per_step
-        self._sums: torch.Tensor | None = None
-        self._steps = 0
-        self._since = time.perf_counter()
-
-    def add(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Take one step in; nothing waits for the device."""
-        values = torch.stack([loss.float(), norm.float()])
-        self._sums = values if self._sums is None else self._sums + values
-        self._steps += 1
-
-    def pause(self, seconds: float) -> None:
-        """Leave out time that was not spent training."""
-        self._since += seconds
-
-    def read(self) -> tuple[float, float, float] | None:
-        """Loss, gradient norm, tokens per second; None if no step was taken."""
-        if self._sums is None:
-            return None
-        loss, norm = (self._sums / self._steps).tolist()
-        now = time.perf_counter()
-        speed = self._steps * self._tokens / max(now - self._since, 1e-9)
-        self._sums, self._steps, self._since = None, 0, now
-        return loss, norm, speed
-
-
-def tell(message: str) -> None:
-    """Say something on stderr without breaking a progress bar."""
-    tqdm.write(message, file=sys.stderr)
 
 
 def _due(step: int, every: int) -> bool:

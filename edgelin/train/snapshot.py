@@ -49,6 +49,12 @@ def exists(out: Path) -> bool:
     return _latest(out) is not None
 
 
+def latest_step(out: Path) -> int | None:
+    """Step of the snapshot in the output folder of a run; None if there is none."""
+    folder = _latest(out)
+    return None if folder is None else int(folder.name.removeprefix("step-"))
+
+
 def save(out: Path, progress: Progress, tensors: dict[str, torch.Tensor]) -> None:
     """Write a snapshot and remove older ones.
 
@@ -68,14 +74,12 @@ def save(out: Path, progress: Progress, tensors: dict[str, torch.Tensor]) -> Non
     part = root / f".{final.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    shards = _shards(tensors)
-    for i, names in enumerate(shards):
-        shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        save_file(shard, part / _shard_name(i, len(shards)))
-    _write_header(
-        part / "state.json", {"format": _FORMAT, "shards": len(shards)} | asdict(progress)
-    )
-    os.replace(part, final)
+    try:
+        _write(part, progress, tensors)
+        os.replace(part, final)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     for old in root.iterdir():
         if old != final:
             shutil.rmtree(old, ignore_errors=True)
@@ -105,13 +109,27 @@ def load(out: Path) -> tuple[Progress, dict[str, torch.Tensor]]:
         ) from error
 
 
+def _write(folder: Path, progress: Progress, tensors: dict[str, torch.Tensor]) -> None:
+    """Put the files of a snapshot into a folder."""
+    shards = _shards(tensors)
+    for i, names in enumerate(shards):
+        shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
+        save_file(shard, folder / _shard_name(i, len(shards)))
+    header = {"format": _FORMAT, "shards": len(shards)} | asdict(progress)
+    _write_header(folder / "state.json", header)
+
+
 def _write_header(path: Path, header: dict[str, Any]) -> None:
     path.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
 
 
 def _latest(out: Path) -> Path | None:
-    found = sorted((out / "training_state").glob("step-*/state.json"))
-    return found[-1].parent if found else None
+    found = [
+        path.parent
+        for path in sorted((out / "training_state").glob("step-*/state.json"))
+        if path.parent.name.removeprefix("step-").isdecimal()
+    ]
+    return found[-1] if found else None
 
 
 def _shards(tensors: dict[str, torch.Tensor]) -> list[list[str]]:

@@ -55,6 +55,7 @@ def test_a_crash_leaves_the_snapshot_before(
         with pytest.raises(KeyboardInterrupt):
             snapshot.save(tmp_path, Progress(2, 0, None, {}), _tensors(2))
     assert snapshot.load(tmp_path)[0].step == 1
+    assert [p.name for p in (tmp_path / "training_state").iterdir()] == ["step-00000001"]
     snapshot.save(tmp_path, Progress(3, 0, 1.5, {}), _tensors(3))
     snapshot.save(tmp_path, Progress(3, 0, 1.25, {}), _tensors(3))
     assert [p.name for p in (tmp_path / "training_state").iterdir()] == ["step-00000003"]
