@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from edgelin import tokenizer as tokenizers
 from edgelin.errors import EdgelinError
+from edgelin.runtimes import checks
 from edgelin.runtimes.distribution import log_softmax
 from edgelin.runtimes.session import Bundle
-from edgelin.runtimes.text import TextCodec
+from edgelin.runtimes.text import TextCodec, check_unicode
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ def _tokens(
     codec: TextCodec, text: str, end: int, max_tokens: int | None
 ) -> tuple[NDArray[np.int64], int]:
     """The end token and the text's tokens, and the bytes that the latter stand for."""
-    if max_tokens is not None and max_tokens < 1:
-        raise EdgelinError(f"max_tokens is {max_tokens}; 1 or more is allowed")
+    if max_tokens is not None:
+        max_tokens = checks.integer("max_tokens", max_tokens, "1 or more")
+        checks.require(max_tokens >= 1, "max_tokens", max_tokens, "1 or more")
+    check_unicode(text)
     pieces: list[NDArray[np.int64]] = []
     found = 0
     for piece in tokenizers.encode(codec.tokenizer, [text]):

@@ -10,14 +10,16 @@ which was saved and loaded goes on as if it had never stopped, in any language.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgelin.errors import EdgelinError
+from edgelin.runtimes import checks
 
+_LARGEST = np.finfo(np.float64).max
 WINDOW = 64  # tokens that the repetition penalty looks back, as in llama.cpp
 
 
@@ -32,8 +34,8 @@ class Sampling:
         top_p: Keeps the fewest tokens whose probabilities reach top_p; 1 keeps all.
         min_p: Keeps tokens at least min_p times as likely as the likeliest; 0 keeps all.
         repetition_penalty: Above 1 makes the last ``WINDOW`` tokens less likely; 1 does nothing.
-        seed: Makes sampling repeatable; without one, a new seed is drawn.
-        stop: Strings that end the text and are not part of it.
+        seed: Makes sampling repeatable; None, or none given, draws a new seed.
+        stop: Strings (or one string) that end the text and are not part of it.
     """
 
     max_tokens: int = 256
@@ -42,19 +44,42 @@ class Sampling:
     top_p: float = 0.95
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = field(default_factory=lambda: secrets.randbits(32))
-    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
-        _require(0 <= self.temperature < np.inf, "temperature", self.temperature, "0 or more")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 .. 1")
-        penalty = self.repetition_penalty
-        _require(0 < penalty < np.inf, "repetition_penalty", penalty, "above 0")
-        _require(0 <= self.seed < 2**64, "seed", self.seed, "0 .. 2^64 - 1")
-        _require(all(self.stop), "stop", "an empty string", "a text of one character or more")
+        """Check every setting, and turn numpy's numbers into plain ones."""
+        for name, allowed, good in _INTEGERS:
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                value = secrets.randbits(32)
+            found = checks.integer(name, value, allowed)
+            checks.require(good(found), name, found, allowed)
+            object.__setattr__(self, name, found)
+        for name, allowed, fits in _NUMBERS:
+            value = getattr(self, name)
+            real = checks.number(name, value, allowed)
+            checks.require(fits(real), name, value, allowed)
+            object.__setattr__(self, name, real)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        checks.require(isinstance(stop, tuple | list), "stop", stop, "a text or a list of texts")
+        for text in stop:
+            good_text = isinstance(text, str) and text != ""
+            checks.require(good_text, "stop", text, "texts of one character or more")
+        object.__setattr__(self, "stop", tuple(stop))
+
+
+_INTEGERS: tuple[tuple[str, str, Callable[[int], bool]], ...] = (
+    ("max_tokens", "0 or more", lambda x: x >= 0),
+    ("top_k", "0 (off) or more", lambda x: x >= 0),
+    ("seed", "0 .. 2^64 - 1", lambda x: 0 <= x < 2**64),
+)
+_NUMBERS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("temperature", "0 or more", lambda x: x >= 0),
+    ("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1),
+    ("min_p", "0 .. 1", lambda x: 0 <= x <= 1),
+    ("repetition_penalty", "above 0", lambda x: x > 0),
+)
 
 
 class Sampler:
@@ -83,9 +108,10 @@ class Sampler:
         scores = _penalised(logits.astype(np.float64), recent, options.repetition_penalty)
         if options.temperature == 0:
             return int(scores.argmax())
-        tokens, probabilities = _candidates(scores / options.temperature, options.top_k)
+        tokens, probabilities = _candidates(_tempered(scores, options.temperature), options.top_k)
         keep = _kept(probabilities, options.top_p, options.min_p)
         cumulative = np.cumsum(probabilities[:keep])
+        assert options.seed is not None  # drawn when the settings were made
         drawn = uniform(options.seed, position) * cumulative[-1]
         return int(tokens[np.searchsorted(cumulative, drawn, side="right").clip(0, keep - 1)])
 
@@ -105,8 +131,19 @@ def _penalised(
     """Scores with those of recent tokens made smaller."""
     if penalty != 1:
         seen = np.array(sorted(set(recent)), np.int64)
-        scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+        with np.errstate(over="ignore"):
+            changed = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+        scores[seen] = changed.clip(-_LARGEST, _LARGEST)
     return scores
+
+
+def _tempered(scores: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    """Scores divided by the temperature, or their limit for one so small that they overflow."""
+    with np.errstate(over="ignore"):
+        scaled = scores / temperature
+        if not np.isfinite(scaled).all():
+            scaled = ((scores - scores.max()) / temperature).clip(-_LARGEST, _LARGEST)
+    return scaled
 
 
 def _candidates(
@@ -133,9 +170,3 @@ def _kept(probabilities: NDArray[np.float64], top_p: float, min_p: float) -> int
         by_sum = int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1
     by_ratio = int(np.count_nonzero(probabilities >= min_p * probabilities[0]))
     return max(1, min(by_sum, by_ratio, probabilities.size))
-
-
-def _require(good: bool, name: str, value: object, allowed: str) -> None:
-    """Raise the one-line error of a setting out of range."""
-    if not good:
-        raise EdgelinError(f"{name} is {value}; allowed: {allowed}")

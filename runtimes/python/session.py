@@ -14,6 +14,7 @@ import onnxruntime
 import psutil
 
 from edgelin.errors import EdgelinError
+from edgelin.runtimes import checks
 from edgelin.runtimes.buffers import Buffers
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.stream import Stream
@@ -38,8 +39,7 @@ class Bundle:
         self, path: Path, *, variant: str | None = None, threads: int | None = None
     ) -> None:
         """Open a bundle; see :func:`edgelin.load`."""
-        if threads is not None and threads < 1:
-            raise EdgelinError(f"threads is {threads}; 1 or more is allowed")
+        threads = default_threads() if threads is None else checks.thread_count(threads)
         self.path = path
         self.manifest = Manifest.read(path)
         graph = self.manifest.variant(variant)
@@ -48,7 +48,7 @@ class Bundle:
             raise EdgelinError(f"{path} {problem}")
         self.manifest.check_files(path, variant)
         self.variant = variant or self.manifest.default_variant
-        self.threads = threads or default_threads()
+        self.threads = threads
         self.session = open_session(path / graph.file, self.threads)
         _check_metadata(self.session, self.manifest, path / graph.file)
         self.in_place = in_place_works(self.session, self.manifest)
@@ -60,8 +60,8 @@ class Bundle:
 
     def stream(self, batch: int = 1) -> Stream:
         """A new stream in its initial state, ``batch`` independent rows wide."""
-        if batch < 1:
-            raise EdgelinError(f"batch is {batch}; 1 or more is allowed")
+        batch = checks.integer("batch", batch, "1 or more")
+        checks.require(batch >= 1, "batch", batch, "1 or more")
         return Stream(self, batch)
 
 

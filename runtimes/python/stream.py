@@ -101,9 +101,11 @@ class Stream:
             raise EdgelinError(f"generate: {error}; see edgelin.runtimes.sampler") from None
         if isinstance(prompt, str):
             prompt = self._bundle.text.encode(prompt, start=self.position == 0)
-        if (prompt is not None and len(prompt) == 0) or (prompt is None and self.logits is None):
+        empty = self.logits is None if prompt is None else _array(prompt).size == 0
+        if empty:
             raise EdgelinError("the prompt is empty; give at least one token to go on from")
-        return self._generate(prompt, options)
+        tokens = None if prompt is None else self._check(prompt)[0]
+        return self._generate(tokens, options)
 
     def flush(self) -> str:
         """Text that was held back, with U+FFFD for an incomplete character."""
@@ -196,7 +198,7 @@ class Stream:
 
     def _check(self, ids: ArrayLike) -> tuple[Ids, bool]:
         """Ids as [B, T] int64, and whether they came as a list for the one row."""
-        array = np.asarray(ids)
+        array = _array(ids)
         flat = array.ndim == 1 and self._batch == 1
         tokens = array[None] if flat else array
         if tokens.ndim != 2 or tokens.shape[0] != self._batch or tokens.shape[1] == 0:
@@ -248,13 +250,13 @@ class Stream:
                 "the last step was interrupted and its state is lost; reset the stream or load one"
             )
 
-    def _generate(self, prompt: Sequence[int] | None, options: Sampling) -> Iterator[str]:
+    def _generate(self, prompt: Ids | None, options: Sampling) -> Iterator[str]:
         """The loop of :meth:`generate`."""
         if prompt is not None:
             self._tail = TextTail()
             self.feed(prompt)
         sampler = Sampler(options)
-        decoder = TextDecoder(self._bundle.text, self._tail, options.stop)
+        decoder = TextDecoder(self._bundle.text, self._tail, tuple(options.stop))
         for _ in range(options.max_tokens):
             assert self.logits is not None
             token = sampler.choose(self.logits[0], self._recent, self.position)
@@ -265,3 +267,14 @@ class Stream:
             yield decoder.push(token)
             if decoder.stopped:
                 return
+
+
+def _array(ids: ArrayLike) -> NDArray[Any]:
+    """Ids as an array of any shape and type."""
+    try:
+        return np.asarray(ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise EdgelinError(
+            f"token ids are no array of integers ({' '.join(str(error).split())}); "
+            "give [time] or [batch, time]"
+        ) from None

@@ -14,6 +14,23 @@ from edgelin.errors import EdgelinError
 from edgelin.tokenizer import load
 
 
+def check_unicode(text: str) -> None:
+    """Refuse a text that has no UTF-8 form.
+
+    Python reads a byte of a command line that is not UTF-8 as an unpaired surrogate.
+
+    Raises:
+        EdgelinError: The text holds an unpaired surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EdgelinError(
+            f"the text is not valid Unicode: unpaired surrogate U+{ord(text[error.start]):04X} "
+            f"(or a byte that is not UTF-8) at character {error.start}; remove or convert it"
+        ) from None
+
+
 class TextCodec:
     """Token ids from text, and the bytes of every token id.
 
@@ -57,7 +74,11 @@ class TextCodec:
             text: Any text.
             start: Whether a stream starts here, so that a begin token, if the tokenizer has one,
                 comes first.
+
+        Raises:
+            EdgelinError: The text holds an unpaired surrogate.
         """
+        check_unicode(text)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=start).ids
         return ids
 

@@ -23,6 +23,12 @@ def read_text(source: str) -> str:
     Raises:
         EdgelinError: The file is missing, damaged, or not UTF-8 (with the byte offset).
     """
+    if not source:
+        raise EdgelinError(
+            "the file name is empty; give a UTF-8 text file, or - for standard input"
+        )
+    if source == "-" and sys.stdin is None:
+        raise EdgelinError("standard input is closed; give a UTF-8 text file")
     name = "standard input" if source == "-" else source
     suffix = Path(source).suffix
     try:
@@ -36,5 +42,6 @@ def read_text(source: str) -> str:
         ) from error
     except (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise EdgelinError(f"{name} is damaged: {error}") from error
-    except OSError as error:
-        raise EdgelinError(f"{name} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise EdgelinError(f"{name!r} cannot be read: {reason}") from error

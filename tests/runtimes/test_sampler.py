@@ -124,9 +124,45 @@ def test_broken_logits_are_told(value: float) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"max_tokens": -1}, "max_tokens is -1"),
         ({"seed": -1}, "seed is -1"),
-        ({"stop": ("a", "")}, "stop is an empty string"),
+        ({"stop": ("a", "")}, "stop is ''"),
     ],
 )
 def test_settings_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(EdgelinError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 2.0), ("max_tokens", None), ("max_tokens", True), ("top_k", "4"),
+     ("top_k", 1.5), ("seed", 1.5), ("seed", "1"), ("temperature", "1"), ("temperature", None),
+     ("temperature", 10**400), ("temperature", True), ("top_p", float("nan")), ("min_p", [0.1]),
+     ("repetition_penalty", 1j), ("stop", None), ("stop", 3), ("stop", [b"x"]), ("stop", ["a", ""]),
+     ("stop", ""), ("stop", b"ab")],
+)  # fmt: skip
+def test_settings_of_another_type_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(EdgelinError, match=name) as caught:
+        Sampling(**{name: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_other_forms_of_settings() -> None:
+    found = Sampling(
+        stop="xy", seed=np.int64(7), top_k=np.int32(2), temperature=np.float32(0.5), top_p=1
+    )
+    assert found == Sampling(stop=("xy",), seed=7, top_k=2, temperature=0.5, top_p=1.0)
+    assert type(found.seed) is int and type(found.top_p) is float
+    drawn = {Sampling(seed=None).seed for _ in range(4)} | {Sampling().seed for _ in range(4)}
+    assert len(drawn) > 1 and None not in drawn
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-308, 1e-300, 1e-9, 1e308])
+@pytest.mark.parametrize("penalty", [1e-308, 1.0, 1e308])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_extreme_settings(temperature: float, penalty: float, top_k: int) -> None:
+    """They give a token without a warning; a tiny temperature gives the likeliest."""
+    logits = np.random.default_rng(0).standard_normal(20).astype(np.float32) * 20
+    options = {"repetition_penalty": penalty, "top_k": top_k, "seed": 3}
+    token = Sampler(Sampling(temperature=temperature, **options)).choose(logits, [1, 2], 5)
+    if temperature < 1:
+        assert token == Sampler(Sampling(temperature=0, **options)).choose(logits, [1, 2], 5)

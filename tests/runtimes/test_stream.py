@@ -302,3 +302,36 @@ def test_threads_follow_cores_affinity_and_quota(
     for quota, threads in [("max 100000", 5), ("350000 100000", 3), ("50000 100000", 1)]:
         (tmp_path / "cpu.max").write_text(quota)
         assert sessions.default_threads() == threads
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[1, [2]], "ab", None, 3, [1.0], [True], ["1"], [2**70], [2**64 - 1], [None], [[[1]]], {}],
+)
+def test_odd_ids_are_refused_in_one_line(bundle: Bundle, ids: Any) -> None:
+    stream = bundle.stream()
+    with pytest.raises(EdgelinError) as caught:
+        stream.feed(ids)
+    assert "\n" not in str(caught.value)
+    if ids is not None and ids != "ab":
+        with pytest.raises(EdgelinError) as caught:
+            stream.generate(ids)  # at the call, not at the first piece
+        assert "\n" not in str(caught.value)
+    assert stream.position == 0
+
+
+@pytest.mark.parametrize("threads", ["2", 2.0, True, 0, -1, 1025, 10**11, 2**70])
+def test_odd_threads_are_refused(tiny: Any, threads: Any) -> None:
+    with pytest.raises(EdgelinError, match=r"threads is .*allowed"):
+        edgelin.load(tiny.path, threads=threads)
+
+
+@pytest.mark.parametrize("batch", ["2", 2.0, True, 0, -1])
+def test_odd_batches_are_refused(bundle: Bundle, batch: Any) -> None:
+    with pytest.raises(EdgelinError, match=r"batch is .*allowed"):
+        bundle.stream(batch=batch)
+
+
+def test_a_text_with_a_surrogate_is_refused(bundle: Bundle) -> None:
+    with pytest.raises(EdgelinError, match=r"surrogate U\+DCFF .* at character 1"):
+        bundle.stream().generate("a\udcffb")
