@@ -6,14 +6,10 @@ target is either complete and checked, or untouched.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,20 +18,21 @@ from tqdm import tqdm
 
 from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
-from edgelin.export import contract, golden, passes, store
+from edgelin.export import contract, golden, passes, store, target
 from edgelin.export.measure import measure
 from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import RECIPES, Outcome, Recipe
 from edgelin.export.quantise import quantise as quantise_graph
 from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, count_nodes
+from edgelin.export.target import COPIED
 from edgelin.export.trace import trace
 from edgelin.model import LanguageModel
 from edgelin.runtimes.manifest import FileRecord, Manifest, Variant, file_records
 from edgelin.runtimes.session import Bundle
+from edgelin.runtimes.text import TextCodec
 
 _FILES = {"none": "model", "int8": "model_q8", "int4": "model_q4"}
 _PREFERRED = ("int8", "int4", "none")
-_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def export_checkpoint(
@@ -53,7 +50,7 @@ def export_checkpoint(
         out: Folder to make; it must not exist, unless ``force``.
         quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``.
         profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
-        force: Replace an existing ``out``, after the new bundle has passed.
+        force: Replace a bundle or empty folder at ``out``, after the new bundle has passed.
 
     Returns:
         What was measured.
@@ -62,19 +59,20 @@ def export_checkpoint(
         EdgelinError: The input is bad, the disk is full, or the bundle missed a gate; then it is
             kept as ``<out>.failed``.
     """
-    checkpoint, out = Path(checkpoint), Path(os.path.abspath(out))
+    checkpoint = Path(checkpoint)
     recipes = _recipes(quantise)
     chosen = find(profile)
     check_onnxruntime(chosen.min_onnxruntime(quantised=any(recipes.values())))
-    if out.exists() and not force:
-        raise EdgelinError(f"{out} exists; choose another --out, or replace it with --force")
+    out = target.find(checkpoint, Path(out), force=force)
     _say(f"reading {checkpoint}")
-    model, _ = checkpoints.load(checkpoint)
-    with _staging(out) as folder:
+    model, config = checkpoints.load(checkpoint)
+    _check_weights(checkpoint, model)
+    _check_tokenizer(checkpoint / "tokenizer.json", config.vocab_size)
+    with target.staging(out) as folder:
         report = _Export(checkpoint, model, chosen, folder).run(recipes)
         failures = report.failures()
-        report.bundle = out.with_name(f"{out.name}.failed") if failures else out
-        _put(folder, report.bundle)
+        report.bundle = target.failed(out) if failures else out
+        target.put(folder, report.bundle, force=force or bool(failures))
     if failures:
         raise EdgelinError(f"{'; '.join(failures)}; see {report.bundle / TEXT_NAME}")
     return report
@@ -101,7 +99,7 @@ class _Export:
 
     def run(self, recipes: dict[str, Recipe | None]) -> Report:
         """Write and check every variant, then the common files."""
-        for name in _COPIED:
+        for name in COPIED:
             if (self.checkpoint / name).is_file():
                 shutil.copyfile(self.checkpoint / name, self.folder / name)
         manifest = contract.manifest(
@@ -181,7 +179,7 @@ class _Export:
 
     def _common(self) -> dict[str, FileRecord]:
         """Records of the files that no variant owns, as far as they are written."""
-        names = [*_COPIED, golden.FILE_NAME, JSON_NAME, TEXT_NAME]
+        names = [*COPIED, golden.FILE_NAME, JSON_NAME, TEXT_NAME]
         return file_records(self.folder, [n for n in names if (self.folder / n).is_file()])
 
 
@@ -193,41 +191,20 @@ def _recipes(names: tuple[str, ...]) -> dict[str, Recipe | None]:
     return {name: RECIPES[name] for name in names}
 
 
-@contextlib.contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that is gone afterwards, unless it was renamed."""
-    folder = None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
-        folder.chmod(0o755)  # mkdtemp's 0700 would stay with the bundle
-        yield folder
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise EdgelinError(
-            f"{out} cannot be written: {reason}; free some space or choose another --out"
-        ) from error
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+def _check_weights(checkpoint: Path, model: LanguageModel) -> None:
+    """Refuse weights with which every answer would be NaN, or that cannot be rounded."""
+    for name, tensor in checkpoints.own_tensors(model).items():
+        if not tensor.isfinite().all():
+            raise EdgelinError(
+                f"{checkpoint}: {name} holds NaN or infinity; take an earlier checkpoint, or "
+                f"train it again with a smaller learning rate"
+            )
 
 
-def _put(folder: Path, target: Path) -> None:
-    """Rename ``folder`` to ``target``; what stood there goes only when the new one is in place."""
-    if not target.exists():
-        folder.rename(target)
-        return
-    old = folder.with_name(f"{folder.name}.old")
-    target.rename(old)
-    try:
-        folder.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    if old.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink()
+def _check_tokenizer(path: Path, vocab_size: int) -> None:
+    """Refuse a tokenizer that no runtime could open."""
+    if path.is_file():  # its absence is the contract's to tell
+        TextCodec(path, vocab_size)
 
 
 def _say(text: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from safetensors.torch import load_file, save_file
 
 import edgelin.runtimes
 from edgelin import checkpoint
@@ -166,7 +167,7 @@ def test_a_crash_leaves_the_old_bundle(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("old")
+    (out / "edgelin.json").write_text("old")
 
     def crash(*args: Any) -> None:
         raise error
@@ -175,7 +176,7 @@ def test_a_crash_leaves_the_old_bundle(
     with pytest.raises(type(error)):
         quick(out, force=True)
     _nothing_left(tmp_path, "out")
-    assert (out / "old").read_text() == "old"
+    assert (out / "edgelin.json").read_text() == "old"
 
 
 def test_missed_gate_keeps_the_bundle_aside(
@@ -198,35 +199,79 @@ def test_missed_gate_keeps_the_bundle_aside(
 def test_existing_target_is_kept_or_replaced(quick: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("old")
+    (out / "edgelin.json").write_text("old")
     with pytest.raises(EdgelinError, match="exists; choose another --out"):
         quick(out)
-    assert (out / "old").exists()
+    assert (out / "edgelin.json").read_text() == "old"
     report = quick(out, force=True)
     assert report.bundle == out
-    assert not (out / "old").exists()
     assert Manifest.read(out).default_variant == "model"
     _nothing_left(tmp_path, "out")
 
 
-def test_a_failed_rename_puts_the_old_bundle_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_target_that_appears_meanwhile_is_kept(
+    quick: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new, out = tmp_path / "new", tmp_path / "out"
-    new.mkdir()
-    out.mkdir()
-    (out / "old").write_text("old")
-    rename = Path.rename
+    out, right = tmp_path / "out", golden.write
 
-    def busy(self: Path, target: Path) -> Path:
-        if self == new:
-            raise OSError(errno.EBUSY, "Device or resource busy")
-        return rename(self, target)
+    def slow(*args: Any) -> None:
+        right(*args)
+        out.mkdir()
+        (out / "edgelin.json").write_text("another export's")
 
-    monkeypatch.setattr(Path, "rename", busy)
-    with pytest.raises(OSError, match="busy"):
-        bundles._put(new, out)
-    assert (out / "old").read_text() == "old"
+    monkeypatch.setattr(golden, "write", slow)
+    with pytest.raises(EdgelinError, match="made by another program during the export"):
+        quick(out)
+    assert (out / "edgelin.json").read_text() == "another export's"
+    _nothing_left(tmp_path, "out")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_a_folder_is_followed(
+    there: bool, quick: Callable[..., Any], tmp_path: Path
+) -> None:
+    if there:
+        (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    quick(tmp_path / "link", force=there)
+    assert (tmp_path / "link").is_symlink()
+    Manifest.read(tmp_path / "folder")
+    _nothing_left(tmp_path, "folder", "link")
+
+
+def test_weights_that_are_not_finite_are_refused(
+    small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "trace", lambda model: pytest.fail("traced for nothing"))
+    broken = shutil.copytree(small_checkpoint, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["norm.weight"][3] = float("nan")
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(EdgelinError, match=r"norm\.weight holds NaN or infinity; take an"):
+        export_checkpoint(broken, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(decoder=None), "has a decoder that is not known"),
+        (lambda content: content["model"]["vocab"].update({"w": 5000}), "has token id 5000"),
+    ],
+)
+def test_a_tokenizer_that_no_runtime_opens_is_refused(
+    change: Callable[[Any], None],
+    message: str,
+    small_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bundles, "trace", lambda model: pytest.fail("traced for nothing"))
+    broken = shutil.copytree(small_checkpoint, tmp_path / "broken")
+    content = json.loads((broken / "tokenizer.json").read_text())
+    change(content)
+    (broken / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(EdgelinError, match=message):
+        export_checkpoint(broken, tmp_path / "out")
 
 
 def test_unknown_variant_and_profile(small_checkpoint: Path, tmp_path: Path) -> None:
