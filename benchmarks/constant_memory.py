@@ -17,7 +17,7 @@ from typing import Any
 
 import edgelin
 from edgelin.errors import EdgelinError
-from edgelin.runtimes import measure
+from edgelin.runtimes import checks, measure
 
 WARM_UP = 1000  # steps until caches and memory pools have settled
 WINDOW = 500  # steps whose median is one point
@@ -34,12 +34,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.tokens < 2 * WINDOW:
         parser.error(f"--tokens must be at least {2 * WINDOW}")
+    # Not with_suffix: a dot in the name is a part of it.
+    table, picture = (Path(f"{options.out}{suffix}") for suffix in (".json", ".png"))
     try:
+        checks.target(table)
+        measure.check_plot(picture)
         found = measured(options)
+        measure.write_json(found, table)
+        draw(found, picture)
     except EdgelinError as error:
         sys.exit(f"Error: {error}")
-    options.out.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
-    draw(found, options.out.with_suffix(".png"))
     print(f"RSS growth after {WARM_UP} steps: {found['rss_growth_bytes'] / 2**20:.2f} MiB")
     print(f"median step, end / start: {found['step_ratio']:.3f}")
     print(f"fastest step, end / start: {found['fastest_ratio']:.3f}")
@@ -106,7 +110,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         right.plot(position, [point[key] for point in found["points"]], "o-", label=label)
     right.set(xlabel="position, tokens", ylabel="step, ms", xscale="log", ylim=(0, None))
     right.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    measure.save_figure(figure, path)
 
 
 if __name__ == "__main__":

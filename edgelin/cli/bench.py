@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
-
-from edgelin.files import replacing
 
 
 @click.command()
@@ -32,9 +29,19 @@ def command(
       edgelin bench bundle
       edgelin bench bundle --tokens 100000 --json bench.json --plot bench.png
     """
-    from edgelin.runtimes import measure
+    from edgelin.runtimes import checks, measure
 
+    # Before a measurement that may take minutes.
+    if json_file is not None:
+        checks.target(json_file)
+    if plot is not None:
+        measure.check_plot(plot)
     found = measure.bench(bundle, tokens=tokens, threads=threads, variant=variant)
+    # Files first: the reader of a pipe may be gone.
+    if json_file is not None:
+        measure.write_json(found, json_file)
+    if plot is not None:
+        measure.plot(found["series"], f"{bundle.resolve().name}, {found['variant']}", plot)
     for row in found["speed"]:
         click.echo(
             f"{row['threads']} threads: decode {row['decode_tokens_per_s']:.1f} tokens/s, "
@@ -45,8 +52,3 @@ def command(
     for point in found["series"]:
         rss = point["rss_bytes"] / 2**20
         click.echo(f"{point['position']:>10}  {point['step_ms']:>9.3f}  {rss:>9.1f}")
-    if json_file is not None:
-        with replacing(json_file) as part:
-            part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
-        measure.plot(found["series"], f"{bundle.name}, {found['variant']}", plot)

@@ -43,6 +43,8 @@ def command(
     from edgelin.runtimes import evaluate
     from edgelin.runtimes.text_file import read_text
 
+    if against_variant is not None and against is None:
+        raise EdgelinError("--against-variant needs --against, the bundle to compare with")
     content = read_text(text)
     if _is_checkpoint(model):
         if against is not None or variant is not None:

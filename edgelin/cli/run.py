@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def command(
     """Write on from PROMPT, a file or standard input, in constant memory.
 
     The text goes to standard output as it comes. Ctrl-C ends it early; statistics and the state
-    file are still written, and the exit code is 130.
+    file are still written, and the exit code is 130; also when the reader of a pipe ends (141).
 
     \b
     Examples:
@@ -51,30 +52,34 @@ def command(
       edgelin run bundle --load-state long.state --temperature 0
     """
     import edgelin
-    from edgelin.runtimes import complete
+    from edgelin.runtimes import checks, complete
     from edgelin.runtimes.sampler import Sampling
 
-    if sampling["seed"] is None:
-        del sampling["seed"]
     options = Sampling(**sampling)
     text = _prompt(prompt, file, load_state is not None)
-    if save_state is not None and not save_state.parent.is_dir():
-        raise EdgelinError(f"--save-state: there is no folder {save_state.parent}")
+    if save_state is not None:
+        checks.target(save_state)
     model = edgelin.load(bundle, variant=variant, threads=threads)
     stream = model.stream()
     if load_state is not None:
         stream.load(load_state)
+    output = _Output()
     with complete.interruptible() as interrupted:
-        speed = complete.complete(model, stream, text, options, emit=_emit, interrupted=interrupted)
+
+        def ended() -> bool:
+            return interrupted() or output.failure is not None
+
+        speed = complete.complete(model, stream, text, options, emit=output.emit, interrupted=ended)
         if save_state is not None and stream.logits is not None:
             stream.save(save_state)
         else:
-            _emit(stream.flush())
-    if sys.stdout.isatty():
-        click.echo()
+            output.emit(stream.flush())
+    if output.terminal:
+        output.emit("\n")
     if stats:
         lines = complete.statistics(model, stream, speed)
         click.echo("\n".join([*lines, f"seed     {options.seed}"]), err=True)
+    output.check()
     if interrupted():
         sys.exit(130)
 
@@ -88,7 +93,7 @@ def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
     if prompt is None and file is None:
         if loaded:
             return None
-        if sys.stdin.isatty():
+        if sys.stdin is not None and sys.stdin.isatty():
             raise click.UsageError("give PROMPT, --file, or text on standard input")
         file = "-"
     text = read_text(file) if file is not None else prompt
@@ -97,7 +102,35 @@ def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
     return text
 
 
-def _emit(piece: str) -> None:
-    """Print a piece of text at once; into a pipe or file as UTF-8, whatever the locale is."""
-    if piece:
-        click.echo(piece if sys.stdout.isatty() else piece.encode(), nl=False)
+class _Output:
+    """Standard output that notes its failure, so that the state can still be saved.
+
+    Attributes:
+        terminal: Whether a person reads along.
+        failure: What went wrong; later text is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.terminal = sys.stdout is not None and sys.stdout.isatty()
+        self.failure: OSError | None = None
+
+    def emit(self, piece: str) -> None:
+        """Print a piece of text at once; into a pipe or file as UTF-8, whatever the locale is."""
+        if not piece or self.failure is not None:
+            return
+        try:
+            click.echo(piece if self.terminal else piece.encode(), nl=False)
+        except OSError as error:
+            self.failure = error
+            # Python flushes what is left in the buffer when it ends, and would fail again.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+
+    def check(self) -> None:
+        """End as a shell expects of a program whose output failed."""
+        if isinstance(self.failure, BrokenPipeError):
+            sys.exit(128 + 13)  # as if by SIGPIPE
+        if self.failure is not None:
+            reason = self.failure.strerror or self.failure
+            raise EdgelinError(f"standard output cannot be written: {reason}")

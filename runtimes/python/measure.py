@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime
@@ -15,8 +18,13 @@ from tqdm import tqdm
 
 import edgelin
 from edgelin.errors import EdgelinError
+from edgelin.files import replacing
+from edgelin.runtimes import checks
 from edgelin.runtimes.session import Bundle, default_threads
 from edgelin.runtimes.stream import Stream
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WINDOW = 64  # steps whose median is one point
 _WARM_UP = 16
@@ -50,7 +58,7 @@ def bench(bundle: Path, *, tokens: int, threads: int | None, variant: str | None
     """
     if tokens < WINDOW:
         raise EdgelinError(f"tokens is {tokens}; {WINDOW} or more are needed for a median")
-    counts = [threads] if threads else sorted({1, default_threads()})
+    counts = [threads] if threads is not None else sorted({1, default_threads()})
     speeds, stream = [], None
     for count in counts:
         model = edgelin.load(bundle, variant=variant, threads=count)
@@ -117,19 +125,55 @@ def log_spaced(first: int, last: int, per_octave: int = 1) -> list[int]:
     return sorted({round(float(x)) for x in np.geomspace(first, last, count)})
 
 
-def plot(points: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw step time and memory against position.
+def check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything is measured.
 
     Raises:
-        EdgelinError: matplotlib is not installed.
+        EdgelinError: matplotlib is not installed or does not know the suffix, or the file cannot
+            be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise EdgelinError(
             'a plot needs matplotlib: pip install "edgelin[plot]", or use --json'
         ) from error
+    checks.target(path)
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise EdgelinError(
+            f"{str(path)!r} is no picture that matplotlib can draw; end the name in one of: "
+            f"{', '.join(known)}"
+        )
+
+
+def write_json(found: dict[str, Any], path: Path) -> None:
+    """Write results whole or not at all."""
+    with _whole(path) as part:
+        part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture whole or not at all, in the format of the name's suffix."""
+    with _whole(path) as part:
+        figure.savefig(part, dpi=120, format=path.suffix[1:].lower())
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """``replacing`` that tells a full disk in one line."""
+    try:
+        with replacing(path) as part:
+            yield part
+    except OSError as error:
+        raise EdgelinError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def plot(points: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw step time and memory against position into a path that :func:`check_plot` allows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -138,7 +182,7 @@ def plot(points: list[dict[str, Any]], title: str, path: Path) -> None:
     upper.set(title=title, ylabel="median step, ms", xscale="log", ylim=(0, None))
     lower.plot(position, [point["rss_bytes"] / 2**20 for point in points], "o-")
     lower.set(xlabel="position, tokens", ylabel="resident memory, MiB", ylim=(0, None))
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _timed(stream: Stream, ids: Any) -> float:

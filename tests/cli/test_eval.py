@@ -85,3 +85,9 @@ def test_checkpoints_go_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert called == [(tmp_path, TEXT, 5)]
     refused = _eval(tmp_path, "--text", tmp_path / "t.txt", "--against", tmp_path)
     assert refused.exit_code == 1 and "is a checkpoint; --against" in refused.stderr
+
+
+def test_a_variant_of_no_second_bundle_is_refused(tiny: Any) -> None:
+    result = _eval(tiny.path, "--text", "pyproject.toml", "--against-variant", "model")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: --against-variant needs --against, the bundle to compare with\n"

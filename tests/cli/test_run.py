@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -88,8 +89,53 @@ def test_errors(tiny: Any, tmp_path: Path) -> None:
     assert "no variant 'x'" in _failed(_run(tiny.path, "a", "--variant", "x"))
     assert "top_p is 3.0" in _failed(_run(tiny.path, "a", "--top-p", 3))
     assert "threads is 0" in _failed(_run(tiny.path, "a", "--threads", 0))
-    missing = tmp_path / "no" / "s"
-    assert "no folder" in _failed(_run(tiny.path, "a", "--save-state", missing))
+    assert "threads is 99999999999" in _failed(_run(tiny.path, "a", "--threads", 99999999999))
+    assert "cannot be read: embedded null byte" in _failed(_run(tiny.path, "--file", "a\0b"))
+    assert "the file name is empty" in _failed(_run(tiny.path, "--file", ""))
+    assert "surrogate U+DCFF" in _failed(_run(tiny.path, "a\udcff"))
+
+
+@pytest.mark.parametrize("name", ["no/s", "", ".", "/dev/null"])
+def test_the_state_file_is_checked_before_the_model_runs(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("edgelin.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    assert "cannot be written: " in _failed(_run(tiny.path, "a", "--save-state", name))
+
+
+def _shell(script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Run a bash script in which ``edgelin`` is the command."""
+    edgelin = shlex.join([sys.executable, "-c", f"{BLOCK} main()"])
+    script = f'set -o pipefail; edgelin() {{ {edgelin} "$@"; }}; {script}'
+    command = ["bash", "-c", script, "bash", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell and /dev/full")
+def test_a_broken_pipe_and_a_full_disk_keep_the_state(tiny: Any, tmp_path: Path) -> None:
+    state = tmp_path / "s.state"
+    run = 'edgelin run "$1" The --seed 5 --max-tokens 100000000 --stats --save-state "$2"'
+    done = _shell(run + " | head -c 5 > /dev/null", tiny.path, state)
+    assert done.returncode == 141, done.stderr
+    assert [line.split()[0] for line in done.stderr.splitlines()][-1] == "seed"
+    assert "Traceback" not in done.stderr
+    assert _run(tiny.path, "--load-state", state, "--max-tokens", 1).exit_code == 0
+    state.unlink()
+    done = _shell(run + " > /dev/full", tiny.path, state)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "Error: standard output cannot be written: No space left on device"
+    )
+    assert "Traceback" not in done.stderr and state.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_closed_streams(tiny: Any) -> None:
+    done = _shell('edgelin run "$1" --max-tokens 2 <&-', tiny.path)
+    assert done.returncode == 1 and done.stderr.startswith("Error: standard input is closed")
+    done = _shell('edgelin run "$1" The --max-tokens 2 >&-', tiny.path)
+    assert done.returncode == 0 and done.stderr == ""
 
 
 @pytest.mark.parametrize("name", ["edgelin.json", "onnx/model.onnx", "onnx/model.onnx_data"])

@@ -52,11 +52,10 @@ def test_bench(tiny: Any) -> None:
         measure.bench(tiny.path, tokens=3, threads=1, variant=None)
 
 
-def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    point = {"position": 1, "step_ms": 1.0, "rss_bytes": 1}
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_a_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     with pytest.raises(EdgelinError, match="a plot needs matplotlib"):
-        measure.plot([point], "t", tmp_path / "p.png")
+        measure.check_plot(tmp_path / "p.png")
 
 
 def test_constant_memory_script(tiny: Any, tmp_path: Path) -> None:
@@ -72,3 +71,15 @@ def test_constant_memory_script(tiny: Any, tmp_path: Path) -> None:
     assert found["points"][0]["position"] == 1500 and found["points"][-1]["position"] == 2000
     assert found["softmax_cache_bytes_computed"][-1] == 2 * 1 * 16 * 2 * 2000
     assert (tmp_path / "o.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("out", ["no/o", "f"])
+def test_constant_memory_checks_its_targets_first(tiny: Any, tmp_path: Path, out: str) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "f.png").mkdir()
+    script = ROOT / "benchmarks" / "constant_memory.py"
+    command = [sys.executable, str(script), str(tiny.path), "--tokens", str(10**9), "--out", out]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["f.png"]
