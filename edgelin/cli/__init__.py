@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -11,7 +17,8 @@ import click
 from edgelin import __version__
 from edgelin.errors import EdgelinError
 
-# What only some commands import, and the extra that brings it.
+# What edgelin itself needs, and what only some commands import with the extra that brings it.
+_BASE = ("numpy", "onnxruntime", "tokenizers", "safetensors", "tqdm", "psutil")
 _EXTRAS = {
     "torch": "export",
     "onnx": "export",
@@ -21,6 +28,16 @@ _EXTRAS = {
     "matplotlib": "plot",
 }
 _COMMANDS = ("train", "export", "verify", "run", "eval", "inspect", "bench")
+# By default these end a process at once, and what it was writing stays half done.
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class _Killed(BaseException):
+    """A signal asked the process to end; on its way up, everything cleans up behind itself."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class _LazyGroup(click.Group):
@@ -35,18 +52,31 @@ class _LazyGroup(click.Group):
         command: click.Command = importlib.import_module(f"edgelin.cli.{cmd_name}").command
         return command
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, telling an :class:`EdgelinError` or a missing extra in one line."""
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; here, because click would turn the first two errors into "Aborted!"."""
         try:
-            return super().main(*args, **kwargs)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # at exit, a full disk could no longer be told
+            return result
+        except KeyboardInterrupt:
+            _end("Interrupted", 128 + signal.SIGINT)
+        except EOFError as error:
+            _end(f"Error: a file ends too early: {error}; copy or make it again", 1)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, telling in one line what a user can cause."""
+        _open_streams()
+        try:
+            with _signals_raise():
+                return super().main(*args, **kwargs)
+        except _Killed as killed:
+            _end("Terminated", 128 + killed.number)
         except EdgelinError as error:
-            click.echo(f"Error: {error}", err=True)
+            _end(f"Error: {error}", 1)
         except ModuleNotFoundError as error:
-            if error.name not in _EXTRAS:
-                raise
-            extra = f'pip install "edgelin[{_EXTRAS[error.name]}]"'
-            click.echo(f"Error: this needs {error.name}, which is not installed: {extra}", err=True)
-        sys.exit(1)
+            _end(f"Error: {_missing(error)}", 1)
+        except OSError as error:
+            _end(f"Error: {_reason(error)}", 1)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,3 +86,70 @@ def main() -> None:
 
     The road: train CONFIG, export CHECKPOINT, verify BUNDLE, run BUNDLE.
     """
+
+
+def _open_streams() -> None:
+    """Replace closed standard streams, whose numbers the next opened files would get."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    closed = sys.stdout is None
+    if closed:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if closed:
+        _end("Error: standard output is closed; send it to a file, or to /dev/null", 1)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Have signals that would end the process at once raise :class:`_Killed`.
+
+    Those that are ignored (nohup) or handled stay so; the next one of a kind does not disturb the
+    clean-up.
+    """
+
+    def kill(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise _Killed(number)
+
+    mine = []
+    if threading.current_thread() is threading.main_thread():
+        mine = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, kill)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(line: str, code: int) -> None:
+    """Print a line to standard error and exit, even where a standard stream cannot be written."""
+    with contextlib.suppress(OSError):
+        click.echo(line, err=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # what cannot be written would fail again at exit, with a traceback
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """What to install; an error of edgelin's own modules is a bug and goes on."""
+    name = (error.name or "").partition(".")[0]
+    if name in _EXTRAS:
+        return f'this needs {name}, which is not installed: pip install "edgelin[{_EXTRAS[name]}]"'
+    if name in _BASE:
+        return f"edgelin needs {name}, which is not installed: pip install {name}"
+    raise error
+
+
+def _reason(error: OSError) -> str:
+    """A system error in words."""
+    where = f"{error.filename} " if error.filename else "a file or standard output "
+    what = error.strerror or str(error)
+    space = "; free some space, or write elsewhere" if error.errno == errno.ENOSPC else ""
+    return f"{where}cannot be read or written: {what}{space}"
