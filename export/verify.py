@@ -91,6 +91,13 @@ def verify(
         )
     else:
         _check_same_model(manifest, checkpoint)
+        from edgelin.export.verify_weights import check_weights, read_weights
+
+        weights = read_weights(checkpoint)
+        for name, variant in manifest.variants.items():
+            progress(f"{name}: weights beside the checkpoint's")
+            check_weights(bundle / variant.file, weights)
+        result.notes.append("the weights of every variant are the checkpoint's")
         progress("recurrence, token by token in float64")
         truth, comparison = _torch_forms(checkpoint, ids, state, tolerance)
         result.comparisons.append(comparison)
@@ -113,16 +120,27 @@ class OnnxForm:
     """
 
     def __init__(self, bundle: Bundle, batch: int) -> None:
+        self.label = f"{bundle.path} {bundle.variant}"
         self.names = [spec.name for spec in bundle.manifest.states]
         self.buffers = Buffers(bundle.session, bundle.manifest, batch, in_place=bundle.in_place)
 
     def __call__(self, ids: Array, state: State) -> tuple[dict[str, Array], State]:
-        """Run ``ids`` [B, T] in one call, T <= chunk."""
+        """Run ``ids`` [B, T] in one call, T <= chunk.
+
+        Raises:
+            EdgelinError: A result is not finite.
+        """
         for name, array in zip(self.names, self.buffers.states, strict=True):
             array[...] = state[name]
         logits = self.buffers.run(ids, all_logits=True).copy()
-        states = (array.copy() for array in self.buffers.states)
-        return {"logits": logits}, dict(zip(self.names, states, strict=True))
+        states = dict(zip(self.names, map(np.copy, self.buffers.states), strict=True))
+        for name, array in {**states, "logits": logits}.items():
+            if not np.isfinite(array).all():
+                raise EdgelinError(
+                    f"{self.label}: {name} is not finite; "
+                    "its weights are damaged, or the model was: export a sound checkpoint"
+                )
+        return {"logits": logits}, states
 
 
 def replay(form: Form, ids: Array, state: State, *, size: int) -> Record:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
 
 from edgelin.errors import EdgelinError
 from edgelin.export.verify_report import TOLERANCE
+
+
+def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """The value, which no comparison could be beyond if it were nan or inf."""
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no finite number")
+    return value
 
 
 @click.command(name="verify")
@@ -23,6 +31,7 @@ from edgelin.export.verify_report import TOLERANCE
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0, min_open=True),
+    callback=_finite,
     default=TOLERANCE,
     show_default=True,
     help="Largest relative error of a float form, at any position of any tensor.",

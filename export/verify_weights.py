@@ -1,0 +1,148 @@
+"""Compare the weights inside a bundle's graphs with those of its checkpoint.
+
+A quantised graph is too far from its model for an error in a few weights to show in its outputs. So
+every quantised matrix must be as good a rounding of the checkpoint's as the exporter makes: in each
+block the squared error of ``scale * (q - zero_point)`` may not be larger than that of
+:mod:`edgelin.export.rounding`. (Equal codes would be too much to ask: on another machine the last
+bit of a sum moves a weight that lies in the middle of two codes.) All other weights are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgelin import checkpoint as checkpoints
+from edgelin.errors import EdgelinError
+from edgelin.export.rounding import round_matrix
+
+Array = NDArray[Any]
+
+_QUANTISED = ("MatMulNBits", "GatherBlockQuantized")
+_ROOM = 1e-3  # of a block's squared error, for other machines' last bits
+_LAST_BITS = 1e-6  # of a block's largest weight: float32 products
+_SHOWN = 3
+
+
+def check_weights(graph: Path, weights: dict[str, Array]) -> None:
+    """Compare all weights of a graph.
+
+    Args:
+        graph: The ``.onnx`` file.
+        weights: Parameter name to float32 array, from :func:`read_weights`.
+
+    Raises:
+        EdgelinError: Some are not the checkpoint's; the first are named.
+    """
+    model = ir.load(graph)
+    wrong = list(dict.fromkeys(_wrong(model, weights)))
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise EdgelinError(
+            f"{graph}: not the checkpoint's weights: {', '.join(wrong[:_SHOWN])}{more}; "
+            "export the checkpoint again"
+        )
+
+
+def read_weights(checkpoint: Path) -> dict[str, Array]:
+    """Every parameter of a checkpoint in float32 by name, a tied head once."""
+    model, _ = checkpoints.load(checkpoint)
+    return {k: v.detach().numpy() for k, v in checkpoints.own_tensors(model).items()}
+
+
+def _wrong(model: ir.Model, weights: dict[str, Array]) -> Iterator[str]:
+    """Names of the parameters that the graph holds with other values, or not at all."""
+    seen = set()
+    for node in model.graph:
+        if node.op_type in _QUANTISED:
+            name = _parameter(node, weights)
+            seen.add(name)
+            if not _is_rounding(node, weights.get(name)):
+                yield name
+    others = []
+    for name, value in model.graph.initializers.items():
+        if name not in weights:
+            others.append(_content(value))
+            continue
+        seen.add(name)
+        for node in {use.node for use in value.uses()}:
+            turned = node.op_type == "MatMul" and weights[name].ndim == 2
+            wanted = weights[name].T if turned else weights[name]
+            if not np.array_equal(_content(value), wanted):
+                yield name
+    for name in weights.keys() - seen:
+        if not any(_is_folded(found, weights[name]) for found in others):
+            yield name
+
+
+def _parameter(node: ir.Node, weights: dict[str, Array]) -> str:
+    """Name of the parameter whose codes a node reads."""
+    codes = node.inputs[1 if node.op_type == "MatMulNBits" else 0]
+    name = codes.name or "" if codes is not None else ""
+    return next((known for known in _stems(name) if known in weights), name)
+
+
+def _stems(name: str) -> list[str]:
+    """What the name of codes, ``<parameter>_q<bits>`` and perhaps ``_rows``, may come from."""
+    return [name.removesuffix("_rows").removesuffix(end) for end in ("_q4", "_q8")]
+
+
+def _is_rounding(node: ir.Node, wanted: Array | None) -> bool:
+    """Whether a node's matrix rounds ``wanted`` [N, K] as well as the exporter would."""
+    bits = node.attributes.get_int("bits", 0)
+    size = node.attributes.get_int("block_size", 0)
+    if wanted is None or wanted.ndim != 2 or bits not in (4, 8) or size < 2:
+        return False
+    rows, width = wanted.shape
+    count = -(-width // size)
+    first, *rest = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
+    tensors = [_content(v) for i in (first, *rest) for v in node.inputs[i : i + 1] if v is not None]
+    codes, scales, *zeros = (array.reshape(rows, -1) for array in tensors)
+    codes = _unpack(codes, bits)[:, :width]
+    zero = _unpack(zeros[0], bits)[:, :count] if zeros else np.full((rows, count), 1 << (bits - 1))
+    if codes.shape != wanted.shape or scales.shape != zero.shape or zero.shape != (rows, count):
+        return False
+    spread = [np.repeat(array, size, axis=1)[:, :width] for array in (scales, zero)]
+    found = (codes.astype(np.float32) - spread[1].astype(np.float32)) * spread[0]
+    best = round_matrix(wanted, bits, size, symmetric=not zeros).values(width)
+    error, limit = (_block_errors(values - wanted, size) for values in (found, best))
+    slack = size * np.square(_LAST_BITS * _blocks(np.abs(wanted), size).max(-1))
+    return bool((error <= (1 + _ROOM) * limit + slack).all())  # NaN is not
+
+
+def _block_errors(difference: Array, size: int) -> Array:
+    """Squared error of every block, `[N, blocks]`."""
+    return np.square(_blocks(difference, size)).sum(-1)
+
+
+def _blocks(rows: Array, size: int) -> Array:
+    """`[N, K]` to `[N, blocks, size]`, padded with zeros."""
+    pad = -rows.shape[1] % size
+    return np.pad(rows, ((0, 0), (0, pad))).reshape(len(rows), -1, size)
+
+
+def _unpack(packed: Array, bits: int) -> Array:
+    """`[N, bytes]` to one code a cell; for 4 bits the low half of a byte comes first."""
+    packed = packed.astype(np.uint8)
+    if bits == 8:
+        return packed
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+
+
+def _is_folded(found: Array, parameter: Array) -> bool:
+    """Whether a constant is a parameter in another shape, or -exp of it, a rate of decay."""
+    if found.size != parameter.size or found.dtype != np.float32:
+        return False
+    found, flat = found.reshape(-1), parameter.reshape(-1)
+    return np.array_equal(found, flat) or np.allclose(found, -np.exp(flat), rtol=1e-6, atol=0)
+
+
+def _content(value: ir.Value) -> Array:
+    """Content of an initializer; nothing for a value that is computed."""
+    tensor = value.const_value
+    return np.zeros(0) if tensor is None else tensor.numpy()
