@@ -27,6 +27,7 @@ FORMAT = 1
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HEADER = {"model_type", "architectures", "format"}
+_NEXT = "give the folder that `edgelin train` wrote, or copy it again"
 
 
 def save(
@@ -89,11 +90,12 @@ def load(
     config = read_config(folder)
     tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file():
-        size = tokenizers.load(tokenizer).get_vocab_size()
-        if size > config.vocab_size:
+        # Ids may have gaps, so that their number says nothing.
+        largest = tokenizers.largest_id(tokenizers.load(tokenizer))
+        if largest >= config.vocab_size:
             raise EdgelinError(
-                f"{tokenizer} has {size} tokens, the model's vocab_size is {config.vocab_size}; "
-                f"take the tokenizer.json that the model was trained with"
+                f"{tokenizer} has token id {largest}, the model's vocab_size is "
+                f"{config.vocab_size}; take the tokenizer.json that the model was trained with"
             )
     model = LanguageModel(config)
     _fill(model, folder)
@@ -113,12 +115,15 @@ def read_config(folder: str | Path) -> ModelConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise EdgelinError(f"{folder} is no checkpoint: it has no config.json") from error
+        raise EdgelinError(f"{folder} is no checkpoint: it has no config.json; {_NEXT}") from error
     except (OSError, ValueError) as error:
-        raise EdgelinError(f"{path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise EdgelinError(f"{path} cannot be read: {reason}; {_NEXT}") from error
     found = values.get("model_type") if isinstance(values, dict) else None
     if found != MODEL_TYPE:
-        raise EdgelinError(f"{path} is of model_type {found!r}; supported is {MODEL_TYPE!r}")
+        raise EdgelinError(
+            f"{path} is of model_type {found!r}; supported is {MODEL_TYPE!r}; {_NEXT}"
+        )
     if values.get("format") != FORMAT:
         raise EdgelinError(
             f"{path} has format {values.get('format')!r}, this edgelin reads {FORMAT}; "
@@ -147,15 +152,20 @@ def weight_files(folder: str | Path) -> list[Path]:
     index = folder / _INDEX
     if not index.is_file():
         if not (folder / _WEIGHTS).is_file():
-            raise EdgelinError(f"{folder} is no checkpoint: it has no {_WEIGHTS}")
+            raise EdgelinError(f"{folder} is no checkpoint: it has no {_WEIGHTS}; {_NEXT}")
         return [folder / _WEIGHTS]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        # A path would lead out of the checkpoint.
+        if odd := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{odd[0]!r} is no file name")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise EdgelinError(f"{index} is damaged: {error}; copy the checkpoint again") from error
     for name in names:
         if not (folder / name).is_file():
-            raise EdgelinError(f"{folder} is no checkpoint: it has no {name}, which {_INDEX} names")
+            raise EdgelinError(
+                f"{folder} is no checkpoint: it has no {name}, which {_INDEX} names; {_NEXT}"
+            )
     return [folder / name for name in names]
 
 
@@ -193,13 +203,17 @@ def _fill(model: LanguageModel, folder: Path) -> None:
     path = folder
     try:
         for path in weight_files(folder):
+            path.open("rb").close()  # safetensors calls a forbidden file a missing one
             with safe_open(path, framework="pt") as file:
                 found |= dict.fromkeys(file.keys(), path)
         _compare(path if len(set(found.values())) == 1 else folder, set(own), set(found))
         for path in dict.fromkeys(found.values()):
             _copy(path, {name: tensor for name, tensor in own.items() if found[name] == path})
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise EdgelinError(f"{path} is damaged: {error}; copy or train it again") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EdgelinError(f"{path} cannot be read: {reason}; {_NEXT}") from error
 
 
 def _copy(path: Path, own: dict[str, torch.Tensor]) -> None:

@@ -72,7 +72,13 @@ def load(path: str | Path) -> Tokenizer:
     path = Path(path)
     if not path.is_file():
         raise EdgelinError(f"there is no tokenizer {path}; a tokenizer.json is needed")
-    return parse(path.read_text(encoding="utf-8", errors="replace"), path)
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise EdgelinError(
+            f"{path} cannot be read: {error.strerror}; a tokenizer.json is needed"
+        ) from error
+    return parse(text, path)
 
 
 def parse(text: str, path: str | Path) -> Tokenizer:
@@ -86,6 +92,11 @@ def parse(text: str, path: str | Path) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         reason = str(error).splitlines()[0]
         raise EdgelinError(f"{path} is no tokenizer.json: {reason}") from error
+
+
+def largest_id(tokenizer: Tokenizer) -> int:
+    """The largest token id, added tokens included; -1 when there is none."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,17 +141,23 @@ def _cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
 
+_NEXT = "give the folder that `edgelin train` wrote, or copy it again"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "config.json").unlink(), "{f} is no checkpoint: it has no config.json"),
+        (
+            lambda f: (f / "config.json").unlink(),
+            f"{{f}} is no checkpoint: it has no config.json; {_NEXT}",
+        ),
         (
             lambda f: (f / "model.safetensors").unlink(),
-            "{f} is no checkpoint: it has no model.safetensors",
+            f"{{f}} is no checkpoint: it has no model.safetensors; {_NEXT}",
         ),
         (
             _config_json(model_type="llama"),
-            "{f}/config.json is of model_type 'llama'; supported is 'edgelin'",
+            f"{{f}}/config.json is of model_type 'llama'; supported is 'edgelin'; {_NEXT}",
         ),
         (
             _config_json(format=2),
@@ -167,7 +175,7 @@ def _cut(folder: Path) -> None:
         ),
         (
             _config_json(vocab_size=256),
-            "{f}/tokenizer.json has 266 tokens, the model's vocab_size is 256; take the "
+            "{f}/tokenizer.json has token id 265, the model's vocab_size is 256; take the "
             "tokenizer.json that the model was trained with",
         ),
         (
@@ -208,3 +216,53 @@ def test_missing_folder(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"there is no checkpoint folder {tmp_path}/none; `edgelin train` writes one"
     )
+
+
+def test_a_gap_in_the_token_ids_does_not_hide_a_large_one(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["a"] = 300
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(EdgelinError, match="has token id 300, the model's vocab_size is 300"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    "places", [{"a": 5}, {"a": 5, "b": "x"}, {"a": None}, {"a": ["x"]}, {"a": "../x"}, 5, None]
+)
+def test_damaged_index(folder: Path, places: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(EdgelinError, match=r"index\.json is damaged: .*; copy the"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("mixers", [5, [1], {"gdn": 5}, {"gdn": None}, {"gdn": {"type": 5}}])
+def test_mixers_that_are_no_tables(folder: Path, mixers: Any) -> None:
+    _config_json(mixers=mixers)(folder)
+    with pytest.raises(EdgelinError, match=r"mixers.* is .*(needed|give the name of a mixer)"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_forbidden_file_is_not_called_damaged(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.open
+
+    def forbid(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", forbid)  # root may read every file
+    with pytest.raises(EdgelinError) as error:
+        checkpoint.load(folder)
+    assert str(error.value).startswith(f"{folder / name} cannot be read: Permission denied; ")
+
+
+def test_files_have_the_mode_of_the_umask(tmp_path: Path, tokenizer_json: str) -> None:
+    before = os.umask(0o022)
+    try:
+        checkpoint.save(tmp_path, LanguageModel(_config()), tokenizer_json)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
+
+from edgelin.errors import EdgelinError
 
 
 @click.command("export", short_help="Turn a checkpoint into a bundle that a device can run.")
@@ -31,7 +34,7 @@ import click
     show_default=True,
     help="Operators: onnxruntime's own, standard ones of opset 21, or opset 27.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing folder, once the new one passed.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one passed.")
 def command(
     checkpoint: Path, output: Path | None, quantize: tuple[str, ...], profile: str, force: bool
 ) -> None:
@@ -46,13 +49,20 @@ def command(
     """
     from edgelin.export.bundle import export_checkpoint
 
-    plain = Path(str(checkpoint).rstrip("/\\"))
     report = export_checkpoint(
         checkpoint,
-        output or plain.with_name(f"{plain.name}-bundle"),
+        output or _beside(checkpoint),
         quantise=quantize,
         profile=profile,
         force=force,
     )
     click.echo(report.text())
     click.echo(f"Wrote {report.bundle}")
+
+
+def _beside(checkpoint: Path) -> Path:
+    """CHECKPOINT-bundle, also where the path ends in a slash or in dots."""
+    plain = checkpoint if checkpoint.name not in ("", "..") else Path(os.path.abspath(checkpoint))
+    if not plain.name:
+        raise EdgelinError(f"{checkpoint} has no name to call the bundle by; choose an --out")
+    return plain.with_name(f"{plain.name}-bundle")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from edgelin import checkpoint, tokenizer
 from edgelin.cli import main
 from edgelin.config import ModelConfig
+from edgelin.errors import EdgelinError
 from edgelin.model import LanguageModel
 from edgelin.runtimes.manifest import Manifest
 
@@ -58,3 +60,34 @@ def test_wrong_usage_exits_with_two(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(tmp_path), "--quantize", "int3"])
     assert result.exit_code == 2
     assert "'int3' is not one of 'none', 'int8', 'int4'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("run", "run-bundle"),
+        ("run/", "run-bundle"),
+        (".", "{}/here-bundle"),
+        ("run/..", "{}/here-bundle"),
+    ],
+)
+def test_the_default_name_of_a_bundle(
+    given: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def export(checkpoint: Path, out: Path, **options: Any) -> None:
+        asked.append(out)
+        raise EdgelinError("enough")
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("edgelin.export.bundle.export_checkpoint", export)
+    assert CliRunner().invoke(main, ["export", given]).stderr == "Error: enough\n"
+    assert asked == [Path(wanted.format(tmp_path))]
+
+
+def test_the_root_needs_an_out() -> None:
+    result = CliRunner().invoke(main, ["export", "/"])
+    assert result.exit_code == 1
+    assert result.stderr == "Error: / has no name to call the bundle by; choose an --out\n"
