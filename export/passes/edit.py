@@ -27,7 +27,7 @@ def add_constant(model: ir.Model, name: str, array: npt.NDArray[np.generic]) -> 
     known = model.graph.initializers.get(name)
     if known is not None:
         found = constant(known)
-        if found is not None and found.dtype == array.dtype and np.array_equal(found, array):
+        if found is not None and _same(found, array):
             return known
         raise ValueError(f"initializer {name!r} exists with another content")
     value = ir.Value(
@@ -38,6 +38,13 @@ def add_constant(model: ir.Model, name: str, array: npt.NDArray[np.generic]) -> 
     )
     model.graph.register_initializer(value)
     return value
+
+
+def _same(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
+    """Whether both hold the same bits, so that a NaN is equal to itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one.tobytes() == other.tobytes()
 
 
 def add_shape(model: ir.Model, sizes: Sequence[int]) -> ir.Value:

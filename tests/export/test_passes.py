@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 from export_models import session
 
+from edgelin.export.passes.edit import add_constant
 from edgelin.export.passes.fold import fold
 from edgelin.export.passes.hoist_reshapes import hoist_reshapes
 from edgelin.export.passes.norms import decompose_norms, fuse_norms
@@ -228,3 +229,13 @@ def test_opset_refuses_what_it_does_not_have() -> None:
     model.graph[0].domain = "edgelin"
     with pytest.raises(ValueError, match="without a translation: RMSNormalization"):
         set_opset(model, PROFILES["onnx"])
+
+
+def test_a_constant_with_nan_is_found_again() -> None:
+    model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
+    content = np.array([1, np.nan], np.float32)
+    first = add_constant(model, "c", content)
+    assert add_constant(model, "c", content.copy()) is first
+    for other in (content[::-1].copy(), content[:1], content.astype(np.float64)):
+        with pytest.raises(ValueError, match="exists with another content"):
+            add_constant(model, "c", other)
