@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from pathlib import Path
 
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing
 
-MAX_THREADS = 1024  # onnxruntime starts all of them at once; many more only hang the machine
+# onnxruntime's threads spin: many more than cores take minutes for a token.
+MAX_THREADS = 8 * (os.cpu_count() or 1)
 
 
 def require(good: bool, name: str, value: object, allowed: str) -> None:

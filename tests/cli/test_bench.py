@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def test_prints_and_writes(tiny: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [["--json", "no/x.json"], ["--json", "."], ["--json", ""],
-     ["--json", "/dev/null"], ["--plot", "no/x.png"], ["--plot", "."], ["--plot", "x.foo"],
+     ["--json", "pipe"], ["--plot", "no/x.png"], ["--plot", "."], ["--plot", "x.foo"],
      ["--plot", "x"], ["--plot", "folder.png"], ["--json", "x" * 300]],
     ids=lambda arguments: " ".join(arguments)[:20],
 )  # fmt: skip
@@ -39,9 +40,10 @@ def test_targets_are_checked_before_measuring(
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
+    os.mkfifo("pipe")
     monkeypatch.setattr(measure, "bench", lambda *a, **k: pytest.fail("it measured"))
     _refused(CliRunner().invoke(main, ["bench", str(tiny.path), *arguments]))
-    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "pipe"]
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "99999999999"])

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 import edgelin
 from edgelin.errors import EdgelinError
+from edgelin.runtimes import checks
 from edgelin.runtimes import session as sessions
 from edgelin.runtimes.manifest import FILE_NAME, Manifest, digest
 from edgelin.runtimes.session import Bundle
@@ -320,7 +321,7 @@ def test_odd_ids_are_refused_in_one_line(bundle: Bundle, ids: Any) -> None:
     assert stream.position == 0
 
 
-@pytest.mark.parametrize("threads", ["2", 2.0, True, 0, -1, 1025, 10**11, 2**70])
+@pytest.mark.parametrize("threads", ["2", 2.0, True, 0, -1, checks.MAX_THREADS + 1, 10**11, 2**70])
 def test_odd_threads_are_refused(tiny: Any, threads: Any) -> None:
     with pytest.raises(EdgelinError, match=r"threads is .*allowed"):
         edgelin.load(tiny.path, threads=threads)
