@@ -25,7 +25,8 @@ def load(bundle: str | Path, *, variant: str | None = None, threads: int | None 
     Args:
         bundle: Folder with ``edgelin.json``.
         variant: Name of a variant in the manifest; None takes the default one.
-        threads: Threads of onnxruntime, up to 8 a logical core; None takes the number of physical cores.
+        threads: Threads of onnxruntime, at most 8 a logical core; None takes the number of
+            physical cores.
 
     Raises:
         EdgelinError: The bundle is damaged, or the installed onnxruntime cannot run it.
