@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,12 +92,8 @@ def verify(
         )
     else:
         _check_same_model(manifest, checkpoint)
-        from edgelin.export.verify_weights import check_weights, read_weights
-
-        weights = read_weights(checkpoint)
-        for name, variant in manifest.variants.items():
-            progress(f"{name}: weights beside the checkpoint's")
-            check_weights(bundle / variant.file, weights)
+        progress("weights beside the checkpoint's")
+        _check_weights(manifest, bundle, checkpoint)
         result.notes.append("the weights of every variant are the checkpoint's")
         progress("recurrence, token by token in float64")
         truth, comparison = _torch_forms(checkpoint, ids, state, tolerance)
@@ -133,9 +130,10 @@ class OnnxForm:
         for name, array in zip(self.names, self.buffers.states, strict=True):
             array[...] = state[name]
         logits = self.buffers.run(ids, all_logits=True).copy()
-        states = dict(zip(self.names, map(np.copy, self.buffers.states), strict=True))
-        for name, array in {**states, "logits": logits}.items():
-            if not np.isfinite(array).all():
+        copies = (array.copy() for array in self.buffers.states)
+        states: State = dict(zip(self.names, copies, strict=True))
+        for name, values in [("logits", logits), *states.items()]:
+            if not np.isfinite(values).all():
                 raise EdgelinError(
                     f"{self.label}: {name} is not finite; "
                     "its weights are damaged, or the model was: export a sound checkpoint"
@@ -196,6 +194,16 @@ def _check_same_model(manifest: Manifest, checkpoint: Path) -> None:
             f"{checkpoint} is another model ({found[:12]}) than the bundle's "
             f"({manifest.model_hash[:12]}); give the checkpoint that was exported"
         )
+
+
+def _check_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> None:
+    """Refuse a variant that holds other weights than the checkpoint."""
+    from edgelin.export.verify_weights import check_weights, computed_constants, read_weights
+
+    weights = read_weights(checkpoint)
+    rebuild = cache(partial(computed_constants, checkpoint, manifest.profile))
+    for variant in manifest.variants.values():
+        check_weights(bundle / variant.file, weights, rebuild)
 
 
 def _random_state(manifest: Manifest, random: np.random.Generator) -> State:

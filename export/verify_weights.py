@@ -9,7 +9,7 @@ bit of a sum moves a weight that lies in the middle of two codes.) All other wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
+from edgelin.export import passes
+from edgelin.export.profiles import find
 from edgelin.export.rounding import round_matrix
+from edgelin.export.trace import trace
 
 Array = NDArray[Any]
 
@@ -29,18 +32,21 @@ _LAST_BITS = 1e-6  # of a block's largest weight: float32 products
 _SHOWN = 3
 
 
-def check_weights(graph: Path, weights: dict[str, Array]) -> None:
+def check_weights(
+    graph: Path, weights: dict[str, Array], rebuild: Callable[[], list[Array]]
+) -> None:
     """Compare all weights of a graph.
 
     Args:
         graph: The ``.onnx`` file.
         weights: Parameter name to float32 array, from :func:`read_weights`.
+        rebuild: Gives :func:`computed_constants`; called only for a graph that needs them.
 
     Raises:
         EdgelinError: Some are not the checkpoint's; the first are named.
     """
     model = ir.load(graph)
-    wrong = list(dict.fromkeys(_wrong(model, weights)))
+    wrong = list(dict.fromkeys(_wrong(model, weights, rebuild)))
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise EdgelinError(
@@ -55,7 +61,24 @@ def read_weights(checkpoint: Path) -> dict[str, Array]:
     return {k: v.detach().numpy() for k, v in checkpoints.own_tensors(model).items()}
 
 
-def _wrong(model: ir.Model, weights: dict[str, Array]) -> Iterator[str]:
+def computed_constants(checkpoint: Path, profile: str) -> list[Array]:
+    """What an export works out of the parameters, such as a diagonal recurrence's decay.
+
+    Traces the model, which takes a while.
+    """
+    chosen = find(profile)
+    model, _ = checkpoints.load(checkpoint)
+    graph = trace(model)
+    passes.lower(graph, chosen)
+    passes.finish(graph, chosen)
+    own = checkpoints.own_tensors(model)
+    found = [_content(v) for name, v in graph.graph.initializers.items() if name not in own]
+    return [array for array in found if np.issubdtype(array.dtype, np.floating)]
+
+
+def _wrong(
+    model: ir.Model, weights: dict[str, Array], rebuild: Callable[[], list[Array]]
+) -> Iterator[str]:
     """Names of the parameters that the graph holds with other values, or not at all."""
     seen = set()
     for node in model.graph:
@@ -64,10 +87,9 @@ def _wrong(model: ir.Model, weights: dict[str, Array]) -> Iterator[str]:
             seen.add(name)
             if not _is_rounding(node, weights.get(name)):
                 yield name
-    others = []
+    constants = [_content(value) for value in model.graph.initializers.values()]
     for name, value in model.graph.initializers.items():
         if name not in weights:
-            others.append(_content(value))
             continue
         seen.add(name)
         for node in {use.node for use in value.uses()}:
@@ -75,9 +97,14 @@ def _wrong(model: ir.Model, weights: dict[str, Array]) -> Iterator[str]:
             wanted = weights[name].T if turned else weights[name]
             if not np.array_equal(_content(value), wanted):
                 yield name
-    for name in weights.keys() - seen:
-        if not any(_is_folded(found, weights[name]) for found in others):
-            yield name
+    # Equal ones, such as norms that are all one, stand in the graph once, under either name.
+    lost = [
+        name
+        for name in sorted(weights.keys() - seen)
+        if not any(_is_folded(found, weights[name]) for found in constants)
+    ]
+    if lost and not all(any(_equal(x, y) for y in constants) for x in rebuild()):
+        yield from lost
 
 
 def _parameter(node: ir.Node, weights: dict[str, Array]) -> str:
@@ -139,7 +166,12 @@ def _is_folded(found: Array, parameter: Array) -> bool:
     if found.size != parameter.size or found.dtype != np.float32:
         return False
     found, flat = found.reshape(-1), parameter.reshape(-1)
-    return np.array_equal(found, flat) or np.allclose(found, -np.exp(flat), rtol=1e-6, atol=0)
+    return np.array_equal(found, flat) or _equal(found, -np.exp(flat))
+
+
+def _equal(one: Array, other: Array) -> bool:
+    """Whether two constants are the same but for other machines' last bits."""
+    return one.shape == other.shape and bool(np.allclose(one, other, rtol=1e-6, atol=0))
 
 
 def _content(value: ir.Value) -> Array:

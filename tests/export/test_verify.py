@@ -224,6 +224,69 @@ def test_golden_stream_is_replayed(bundle: Path, monkeypatch: pytest.MonkeyPatch
         verify_golden.replay_golden(opened)
 
 
+def _set(*path: Any, to: Any) -> Any:
+    """An edit of the content of ``golden.json``."""
+
+    def edit(content: Any) -> None:
+        *parents, last = path
+        for parent in parents:
+            content = content[parent]
+        if to is KeyError:
+            del content[last]
+        else:
+            content[last] = to
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(_set("pieces", to=value) for value in (KeyError, "zz", 3, [], [3], {})),
+        *(_set("pieces", 0, "ids", to=value) for value in (KeyError, [], [320], [-1], [0.5])),
+        *(_set("pieces", 0, "top", to=value) for value in (KeyError, [], {"ids": [0]})),
+        *(_set("pieces", 0, "top", "ids", to=value) for value in ([9999], [-1], ["0"], [0])),
+        _set("pieces", 0, "top", "logits", 0, to=float("nan")),
+        *(_set("tolerance", to=value) for value in (KeyError, 3, {})),
+        *(_set("tolerance", "model", to=value) for value in (KeyError, None)),
+        *(_set("tolerance", "model", key, to=value) for key in ("logits", "states")
+          for value in (KeyError, float("nan"), float("inf"), 0, -1, "1", 10**400)),
+        *(_set("states", to=value) for value in (KeyError, {}, [], {"x": 1})),
+        _set("states", "x", to={}),
+        *(_set("states", "recurrent.0", key, to=value) for key in ("samples", "max_abs")
+          for value in (KeyError, [], float("nan"), -1, [[10**9, 0.0]], [[0]], [0])),
+    ],
+)  # fmt: skip
+def test_edited_golden_stream_is_refused(bundle: Path, tmp_path: Path, edit: Any) -> None:
+    opened = load(bundle, variant="model")
+    content = json.loads((bundle / "golden.json").read_text())
+    edit(content)
+    (tmp_path / "golden.json").write_text(json.dumps(content))
+    opened.path = tmp_path
+    with pytest.raises(EdgelinError, match=r"golden\.json (is damaged|lacks)") as caught:
+        verify_golden.replay_golden(opened)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, "", "zz", "[" * 100_000, "[]", "3", "\udcff"])
+def test_golden_stream_that_is_none(bundle: Path, tmp_path: Path, text: str | None) -> None:
+    opened = load(bundle, variant="model")
+    opened.path = tmp_path
+    if text is not None:
+        (tmp_path / "golden.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(EdgelinError, match=r"golden\.json (is damaged|cannot be read)"):
+        verify_golden.replay_golden(opened)
+    del opened.manifest.files["golden.json"]
+    with pytest.raises(EdgelinError, match=r"has no golden\.json"):
+        verify_golden.replay_golden(opened)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "x"])
+def test_tolerances_that_hold_nothing_are_refused(bundle: Path, value: str) -> None:
+    result = _run(bundle, f"--tolerance={value}")
+    assert result.exit_code == 2 and "Invalid value for '--tolerance'" in result.stderr
+
+
 @pytest.mark.parametrize("size", [1, 64, 130])
 def test_replay_keeps_positions(size: int) -> None:
     """A sum over tokens, whose value at each position is known."""

@@ -14,7 +14,7 @@ import pytest
 from edgelin.errors import EdgelinError
 from edgelin.export import store, verify
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.verify_weights import check_weights, read_weights
+from edgelin.export.verify_weights import check_weights, computed_constants, read_weights
 from edgelin.runtimes import load
 from edgelin.runtimes.manifest import Manifest, Variant, file_records
 
@@ -52,7 +52,7 @@ def _edited(bundle: Path, out: Path, variant: str, name: str, edit: Callable[[An
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exported_weights_pass(bundle: Path, small_checkpoint: Path, variant: str) -> None:
-    check_weights(bundle / "onnx" / f"{variant}.onnx", read_weights(small_checkpoint))
+    check_weights(bundle / "onnx" / f"{variant}.onnx", read_weights(small_checkpoint), list)
 
 
 def _one_code(array: Any) -> None:
@@ -117,7 +117,26 @@ def test_folded_parameters_are_held_too(
     name = f"blocks.0.mixer.{parameter}"
     weights[name] = weights[name] * np.float32(1.01)
     with pytest.raises(EdgelinError, match=name):
-        check_weights(bundle / "onnx" / "model_q4.onnx", weights)
+        check_weights(bundle / "onnx" / "model_q4.onnx", weights, lambda: [np.full(3, 7.0)])
+
+
+def test_computed_parameters_are_held_too(tmp_path: Path) -> None:
+    """A diagonal recurrence's complex decay is computed from two parameters, out of their sight."""
+    import export_models
+
+    from edgelin import checkpoint, tokenizer
+
+    folder = tmp_path / "ssm"
+    text = tokenizer.train(["a small text of a few words " * 20], export_models.VOCAB)
+    checkpoint.save(folder, export_models.make_model(("ssm",)), text.to_str())
+    export_checkpoint(folder, tmp_path / "bundle", quantise=("int8",))
+    graph, weights = tmp_path / "bundle" / "onnx" / "model_q8.onnx", read_weights(folder)
+    constants = computed_constants(folder, "fused")
+    check_weights(graph, weights, lambda: constants)
+    assert len(constants) > 1
+    constants[-1] = constants[-1] * 1.001 + 0.001
+    with pytest.raises(EdgelinError, match=r"blocks\.0\.mixer\.A_"):
+        check_weights(graph, weights, lambda: constants)
 
 
 def test_what_is_not_finite_is_named(bundle: Path, tmp_path: Path) -> None:
