@@ -158,7 +158,8 @@ def _unpack(packed: Array, bits: int) -> Array:
     packed = packed.astype(np.uint8)
     if bits == 8:
         return packed
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    cells: Array = np.stack([packed & 15, packed >> 4], axis=-1)
+    return cells.reshape(len(packed), -1)
 
 
 def _is_folded(found: Array, parameter: Array) -> bool:
