@@ -144,7 +144,8 @@ def _is_rounding(node: ir.Node, wanted: Array | None) -> bool:
 
 def _block_errors(difference: Array, size: int) -> Array:
     """Squared error of every block, `[N, blocks]`."""
-    return np.square(_blocks(difference, size)).sum(-1)
+    errors: Array = np.square(_blocks(difference, size)).sum(-1)
+    return errors
 
 
 def _blocks(rows: Array, size: int) -> Array:
