@@ -37,13 +37,19 @@ class TorchForm:
         folder: The checkpoint.
         sequential: Float64 on the CPU with every recurrence by its sequential reference; otherwise
             float32 on a CUDA GPU, or on the CPU where there is none.
+        weights: Values that take the place of the checkpoint's, by parameter.
     """
 
-    def __init__(self, folder: Path, *, sequential: bool) -> None:
+    def __init__(
+        self, folder: Path, *, sequential: bool, weights: dict[str, Array] | None = None
+    ) -> None:
         cuda = torch.cuda.is_available() and not sequential
         self.device = "cuda" if cuda else "cpu"
         self.dtype = torch.float64 if sequential else torch.float32
         self.model, _ = checkpoints.load(folder, device=self.device, dtype=self.dtype)
+        with torch.no_grad():
+            for name, values in (weights or {}).items():
+                self.model.get_parameter(name).copy_(torch.from_numpy(values))
         self._mode = _Sequential if sequential else nullcontext
 
     def __call__(self, ids: Array, state: State) -> tuple[dict[str, Array], State]:

@@ -119,27 +119,48 @@ def _stems(name: str) -> list[str]:
     return [name.removesuffix("_rows").removesuffix(end) for end in ("_q4", "_q8")]
 
 
+def rounded_weights(graph: Path, weights: dict[str, Array]) -> dict[str, Array]:
+    """What the quantised matrices of a graph stand for, by parameter, once they were checked."""
+    found = {}
+    for node in ir.load(graph).graph:
+        if node.op_type in _QUANTISED:
+            name = _parameter(node, weights)
+            found[name] = _values(node, weights[name].shape)
+    return {name: values for name, values in found.items() if values is not None}
+
+
 def _is_rounding(node: ir.Node, wanted: Array | None) -> bool:
     """Whether a node's matrix rounds ``wanted`` [N, K] as well as the exporter would."""
+    found = None if wanted is None or wanted.ndim != 2 else _values(node, wanted.shape)
+    if wanted is None or found is None:
+        return False
     bits = node.attributes.get_int("bits", 0)
     size = node.attributes.get_int("block_size", 0)
-    if wanted is None or wanted.ndim != 2 or bits not in (4, 8) or size < 2:
-        return False
-    rows, width = wanted.shape
+    symmetric = len(node.inputs) < 4 or node.inputs[3] is None
+    best = round_matrix(wanted, bits, size, symmetric=symmetric).values(wanted.shape[1])
+    error, limit = (_block_errors(values - wanted, size) for values in (found, best))
+    slack = size * np.square(_LAST_BITS * _blocks(np.abs(wanted), size).max(-1))
+    return bool((error <= (1 + _ROOM) * limit + slack).all())  # NaN is not
+
+
+def _values(node: ir.Node, shape: tuple[int, ...]) -> Array | None:
+    """The matrix `[N, K]` that a node's codes stand for; None if they are of another shape."""
+    bits = node.attributes.get_int("bits", 0)
+    size = node.attributes.get_int("block_size", 0)
+    if bits not in (4, 8) or size < 2:
+        return None
+    rows, width = shape
     count = -(-width // size)
     first, *rest = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
     tensors = [_content(v) for i in (first, *rest) for v in node.inputs[i : i + 1] if v is not None]
     codes, scales, *zeros = (array.reshape(rows, -1) for array in tensors)
     codes = _unpack(codes, bits)[:, :width]
     zero = _unpack(zeros[0], bits)[:, :count] if zeros else np.full((rows, count), 1 << (bits - 1))
-    if codes.shape != wanted.shape or scales.shape != zero.shape or zero.shape != (rows, count):
-        return False
+    if codes.shape != shape or scales.shape != zero.shape or zero.shape != (rows, count):
+        return None
     spread = [np.repeat(array, size, axis=1)[:, :width] for array in (scales, zero)]
-    found = (codes.astype(np.float32) - spread[1].astype(np.float32)) * spread[0]
-    best = round_matrix(wanted, bits, size, symmetric=not zeros).values(width)
-    error, limit = (_block_errors(values - wanted, size) for values in (found, best))
-    slack = size * np.square(_LAST_BITS * _blocks(np.abs(wanted), size).max(-1))
-    return bool((error <= (1 + _ROOM) * limit + slack).all())  # NaN is not
+    values: Array = (codes.astype(np.float32) - spread[1].astype(np.float32)) * spread[0]
+    return values
 
 
 def _block_errors(difference: Array, size: int) -> Array:
