@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import tomllib
 import types
 import typing
@@ -29,6 +31,25 @@ from typing import Any, TypeVar
 from edgelin.errors import EdgelinError
 
 C = TypeVar("C")
+
+_MOST_WORDS = 1 << 20
+_MOST_WIDTH = 1 << 20
+_MOST_LAYERS = 1024
+_MOST_STEPS = 99_999_999  # snapshots are named by eight digits
+_MOST_SEED = (1 << 31) - 1  # the seed of a step is seed * 2^32 + step, below 2^63
+_TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+def check_range(name: str, value: float, least: float, most: float | None = None) -> None:
+    """Refuse a number outside least..most, both allowed, and nan.
+
+    Raises:
+        EdgelinError: With the name, the value and what is allowed.
+    """
+    if not least <= value:
+        raise EdgelinError(f"{name} is {value}; the least is {least}")
+    if most is not None and not value <= most:
+        raise EdgelinError(f"{name} is {value}; the most is {most}")
 
 
 @dataclass(frozen=True)
@@ -58,12 +79,38 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.layers:
             raise EdgelinError("model.layers is empty; name at least one mixer of model.mixers")
+        check_range("the number of model.layers", len(self.layers), 1, _MOST_LAYERS)
+        check_range("model.vocab_size", self.vocab_size, 1, _MOST_WORDS)
+        check_range("model.hidden_size", self.hidden_size, 1, _MOST_WIDTH)
+        check_range("model.intermediate_size", self.intermediate_size, 1, _MOST_WIDTH)
+        if not 0 < self.rms_norm_eps < 1:
+            raise EdgelinError(
+                f"model.rms_norm_eps is {self.rms_norm_eps}; it must be above 0 and below 1"
+            )
+        if not 0 <= self.dropout < 1:
+            raise EdgelinError(f"model.dropout is {self.dropout}; give 0 or more, and below 1")
+        for name, table in self.mixers.items():
+            _check_mixer(f"model.mixers.{name}", table)
         for name in self.layers:
             if name not in self.mixers:
                 raise EdgelinError(
                     f"model.layers names {name!r}, which model.mixers does not define; "
                     f"it has: {', '.join(sorted(self.mixers)) or 'nothing'}"
                 )
+
+
+def _check_mixer(where: str, table: Any) -> None:
+    """A mixer's table has a ``type`` that can name a module."""
+    if not isinstance(table, Mapping):
+        raise EdgelinError(f"{where} is {table!r}; a table with the key 'type' is needed")
+    if "type" not in table:
+        raise EdgelinError(f"{where} lacks the key 'type', the name of a mixer")
+    name = table["type"]
+    if not isinstance(name, str) or not _TYPE.fullmatch(name):
+        raise EdgelinError(
+            f"{where}.type is {name!r}; give the name of a mixer, "
+            f"or the dotted path of a module with Config and Mixer"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,6 +135,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.train:
             raise EdgelinError("data.train is empty; name at least one text file")
+        for name in (*self.train, *self.valid, self.tokenizer or "", self.cache or ""):
+            if "\0" in name:
+                raise EdgelinError(f"data names {name!r}; a path cannot hold a NUL character")
 
 
 @dataclass(frozen=True)
@@ -123,8 +173,22 @@ class OptimConfig:
             raise EdgelinError("optim has neither 'steps' nor 'max_seconds'; give the run an end")
         for name in ("batch_size", "sequence_length", "steps", "max_seconds", "learning_rate"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise EdgelinError(f"optim.{name} is {value}; it must be above 0")
+        if self.steps is not None:
+            check_range("optim.steps", self.steps, 1, _MOST_STEPS)
+        for name in ("warmup_steps", "weight_decay", "grad_clip", "min_learning_rate"):
+            check_range(f"optim.{name}", getattr(self, name), 0)
+        if self.min_learning_rate > self.learning_rate:
+            raise EdgelinError(
+                f"optim.min_learning_rate is {self.min_learning_rate}, more than "
+                f"optim.learning_rate = {self.learning_rate}; lower it"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise EdgelinError(
+                    f"optim.{name} is {getattr(self, name)}; give 0 or more, and below 1"
+                )
 
 
 @dataclass(frozen=True)
@@ -151,9 +215,14 @@ class RunConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("log_every", 1), ("eval_every", 0), ("save_every", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise EdgelinError(f"{name} is {getattr(self, name)}; the least is {least}")
+        check_range("seed", self.seed, 0, _MOST_SEED)
+        for name, least in (
+            ("log_every", 1),
+            ("eval_every", 0),
+            ("eval_tokens", 1),
+            ("save_every", 0),
+        ):
+            check_range(name, getattr(self, name), least)
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -172,7 +241,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise EdgelinError(f"cannot read the config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, or a NUL in the path, too
         raise EdgelinError(f"{path} is not valid TOML: {error}") from error
     for setting in overrides:
         _override(values, setting)
@@ -199,7 +268,7 @@ def _override(values: dict[str, Any], setting: str) -> None:
         raise EdgelinError(f"--set {setting!r} is no setting; write it as optim.steps=10")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     *parents, last = key.strip().split(".")
     table = values
@@ -254,9 +323,14 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise EdgelinError(f"{where} is {value!r}; a table is needed")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise EdgelinError(f"{where} is {value!r}; {hint.__name__} is needed")
+    if hint is float and not math.isfinite(value):
+        raise EdgelinError(f"{where} is {value}; a finite number is needed")
     return value
 
 
@@ -265,6 +339,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "RunConfig",
+    "check_range",
     "from_dict",
     "load_run",
     "to_dict",

@@ -8,6 +8,8 @@ T = 1 for a step. All states are arguments and results, described by :meth:`stat
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any, cast
 
 import torch
@@ -16,10 +18,12 @@ from torch.nn import functional as F
 
 from edgelin import mixers
 from edgelin.config import ModelConfig
+from edgelin.errors import EdgelinError
 from edgelin.layers import GatedMLP, RMSNorm, keep_last
 from edgelin.state import StateSpec
 
 _INIT_STD = 0.02
+_MOST_BYTES = 32 << 30  # a machine may tell of more memory than a container lets us have
 _RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
 
 
@@ -51,15 +55,57 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
 
+def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None = None) -> None:
+    """Refuse a model whose parameters (and state, of one row) don't fit memory, before making it.
+
+    Args:
+        config: The model.
+        bytes_each: Bytes a parameter takes.
+        memory: Bytes there are; None: those of this machine, at most
+            those of 2^33 parameters.
+
+    Raises:
+        EdgelinError: It does not fit, or a mixer's table is wrong.
+    """
+    mixers.check(config)
+    numbers = config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
+    with torch.device("meta"):  # sizes without memory
+        for name in set(config.layers):
+            block = Block(config, config.layers.index(name))
+            own = sum(p.numel() for p in block.parameters())
+            own += sum(math.prod(spec.shape) for spec in block.mixer.state_specs())
+            numbers += config.layers.count(name) * own
+    memory = memory or min(_machine_memory(), _MOST_BYTES * bytes_each // 4)
+    if numbers * bytes_each > memory:
+        raise EdgelinError(
+            f"the model has {numbers:,} parameters and state values, which take "
+            f"{numbers * bytes_each / 2**30:,.1f} GiB of memory; allowed are "
+            f"{memory / 2**30:,.1f} GiB; lower model.hidden_size, model.vocab_size, "
+            f"the number of layers or the mixers' sizes"
+        )
+
+
+def _machine_memory() -> int:
+    """Bytes of memory of this machine; 64 GiB where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 64 << 30
+
+
 class LanguageModel(nn.Module):
     """A causal language model with a state of fixed size.
 
     Args:
         config: Sizes and the mixer of every layer.
+
+    Raises:
+        EdgelinError: A mixer's table is wrong, or the model does not fit memory.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        check_size(config)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(len(config.layers)))

@@ -75,6 +75,36 @@ def test_settings_replace_the_file(path: Path) -> None:
         ("model.layers=['b']", "model.layers names 'b', which model.mixers does not define; "),
         ("steps", "--set 'steps' is no setting; write it as optim.steps=10"),
         ("seed.x=1", "--set 'seed.x=1': 'seed' is no table in the config"),
+        ("optim.steps=100000000", "optim.steps is 100000000; the most is 99999999"),
+        ("optim.warmup_steps=-5", "optim.warmup_steps is -5; the least is 0"),
+        ("optim.weight_decay=-1", "optim.weight_decay is -1.0; the least is 0"),
+        ("optim.grad_clip=-1.0", "optim.grad_clip is -1.0; the least is 0"),
+        ("optim.min_learning_rate=-1.0", "optim.min_learning_rate is -1.0; the least is 0"),
+        ("optim.min_learning_rate=2.0", "optim.min_learning_rate is 2.0, more than optim.learni"),
+        ("optim.beta1=1.0", "optim.beta1 is 1.0; give 0 or more, and below 1"),
+        ("optim.beta2=-0.5", "optim.beta2 is -0.5; give 0 or more, and below 1"),
+        ("seed=-1", "seed is -1; the least is 0"),
+        ("seed=2147483648", "seed is 2147483648; the most is 2147483647"),
+        ("eval_tokens=0", "eval_tokens is 0; the least is 1"),
+        ("model.vocab_size=0", "model.vocab_size is 0; the least is 1"),
+        ("model.vocab_size=99999999999", "model.vocab_size is 99999999999; the most is 1048576"),
+        ("model.hidden_size=-1", "model.hidden_size is -1; the least is 1"),
+        ("model.hidden_size=1000000000000", "model.hidden_size is 1000000000000; the most is "),
+        ("model.intermediate_size=0", "model.intermediate_size is 0; the least is 1"),
+        ("model.intermediate_size=-3", "model.intermediate_size is -3; the least is 1"),
+        ("model.layers=" + str(["a"] * 1025), "the number of model.layers is 1025; the most is"),
+        ("model.dropout=1.0", "model.dropout is 1.0; give 0 or more, and below 1"),
+        ("model.dropout=-0.1", "model.dropout is -0.1; give 0 or more, and below 1"),
+        ("model.rms_norm_eps=0.0", "model.rms_norm_eps is 0.0; it must be above 0 and below 1"),
+        ("model.mixers.b=3", "model.mixers.b is 3; a table with the key 'type' is needed"),
+        ("model.mixers.b.x=3", "model.mixers.b lacks the key 'type', the name of a mixer"),
+        ("model.mixers.a.type=3", "model.mixers.a.type is 3; give the name of a mixer, or the "),
+        ("model.mixers.a.type=''", "model.mixers.a.type is ''; give the name of a mixer, or"),
+        ("model.mixers.a.type='..x'", "model.mixers.a.type is '..x'; give the name of a mixer"),
+        ('data.train=["a\\u0000b"]', "data names "),
+        ('data.valid=["a\\u0000b"]', "data names "),
+        ('data.cache="a\\u0000b"', "data names "),
+        ('data.tokenizer="a\\u0000b"', "data names "),
         ("zz=1", "config has an unknown key 'zz'; allowed: model, data, optim, seed, "),
     ],
 )
@@ -82,6 +112,24 @@ def test_wrong_settings(path: Path, setting: str, message: str) -> None:
     with pytest.raises(EdgelinError) as error:
         load_run(path, [setting])
     assert str(error.value).startswith(message)
+
+
+FLOATS = ["max_seconds", "learning_rate", "min_learning_rate", "weight_decay", "beta1", "beta2"]
+
+
+@pytest.mark.parametrize("name", [*(f"optim.{name}" for name in FLOATS), "model.dropout"])
+@pytest.mark.parametrize("value", ["nan", "inf", "1" * 400])
+def test_numbers_that_are_not_finite_are_refused(path: Path, name: str, value: str) -> None:
+    with pytest.raises(EdgelinError, match=f"^config.{name} is (nan|inf); a finite number is n"):
+        load_run(path, [f"{name}={value}"])
+
+
+def test_a_path_with_nul_and_deep_nesting_are_refused(path: Path) -> None:
+    with pytest.raises(EdgelinError, match="is not valid TOML"):
+        load_run("a\0b")
+    path.write_text("a = " + "[" * 100000, encoding="utf-8")
+    with pytest.raises(EdgelinError, match="is not valid TOML"):
+        load_run(path)
 
 
 def test_wrong_files(path: Path) -> None:

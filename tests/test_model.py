@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from edgelin.config import ModelConfig, load_run
 from edgelin.errors import EdgelinError
 from edgelin.layers import RMSNorm, l2_norm, rotary_angles, rotate
-from edgelin.model import LanguageModel
+from edgelin.model import LanguageModel, check_size
 from edgelin.recurrences import CHUNK
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").rglob("*.toml"))
@@ -208,6 +209,70 @@ def test_wrong_mixer_tables_name_their_place() -> None:
         build(layers=("m",), mixers={"m": {}})
     with pytest.raises(EdgelinError, match=r"model\.mixers\.m has an unknown key 'head'"):
         build(layers=("m",), mixers={"m": {"type": "gla", **HEADS, "head": 2}})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"type": "os.path"}, "mixer type 'os.path' is no mixer: the module needs a dataclass"),
+        ({"type": "__init__"}, "mixer type '__init__' is no mixer"),
+        ({"type": "gla", **HEADS, "head": 2}, "model.mixers.m has an unknown key 'head'"),
+        ({"type": "gla", **HEADS, "key_dim": 0}, "key_dim is 0; give at least 1"),
+        ({"type": "gla", **HEADS, "num_heads": 10**12}, "num_heads is 1000000000000; give at most"),
+        ({"type": "gla", **HEADS, "decay_rank": 10**9}, "decay_rank is 1000000000; give at most"),
+        ({"type": "gated_deltanet", **HEADS, "conv_size": 10**9}, "conv_size is 1000000000; give"),
+        ({"type": "ssm", "inner_size": 10**9}, "inner_size is 1000000000; give at most 65536"),
+        ({**MIXERS["local"], "window": 10**9}, "window is 1000000000; give at most 65536"),
+        ({**MIXERS["local"], "rope_theta": 0.0}, "rope_theta is 0.0; it must be above 0"),
+    ],
+)
+def test_wrong_mixers_are_refused_even_if_no_layer_names_them(
+    table: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EdgelinError) as error:
+        build(mixers={**MIXERS, "m": table})
+    assert str(error.value).startswith(message)
+
+
+def test_a_mixer_module_that_raises_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_mixers").mkdir()
+    for name, text in {"bad": "1 / 0", "lacks": "import no_such_package"}.items():
+        (tmp_path / "broken_mixers" / f"{name}.py").write_text(text, encoding="utf-8")
+        with pytest.raises(EdgelinError, match=f"'broken_mixers.{name}' does not load: "):
+            build(layers=("m",), mixers={"m": {"type": f"broken_mixers.{name}"}})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 1 << 20, "hidden_size": 1 << 20},
+        {"hidden_size": 1 << 20, "intermediate_size": 1 << 20},
+        {"mixers": {**MIXERS, "gla": {"type": "gla", **dict.fromkeys(HEADS, 1 << 16)}}},
+        {"mixers": {**MIXERS, "local": {**MIXERS["local"], "window": 65536, "head_dim": 65536}}},
+    ],
+)
+def test_a_model_beyond_memory_is_refused(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # a replaced torch.empty does not follow torch.device("meta")
+    _device_constructors.cache_clear()
+    with pytest.raises(EdgelinError, match=r"^the model has .* parameters and state values, whic"):
+        check_size(dataclasses.replace(CONFIG, **changes))
+
+
+def test_memory_is_counted_exactly() -> None:
+    for tied in (True, False):
+        config = dataclasses.replace(CONFIG, layers=CONFIG.layers * 2, tie_word_embeddings=tied)
+        model = LanguageModel(config)
+        states = sum(math.prod(s.shape) for s in model.state_specs() if s.layer is not None)
+        # the last norm and the position are left out
+        need = 4 * (model.num_parameters() - config.hidden_size + states)
+        check_size(config, memory=need)
+        with pytest.raises(EdgelinError, match=r"lower model\.hidden_size"):
+            check_size(config, memory=need - 1)
 
 
 def test_l2_norm_and_rms_norm_are_their_equations() -> None:

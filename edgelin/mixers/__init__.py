@@ -12,12 +12,16 @@ A mixer module has ``Config``, a frozen dataclass read from ``model.mixers.<name
 Conventions: the projection back into the residual stream is ``out_proj`` (its initial weights
 shrink with depth); projections that make gates of the recurrence have ``beta`` or ``decay`` in
 their names (they stay float in quantised graphs); an optional ``reset_parameters()`` runs after
-the model's own initialisation. A mixer around one matrix ``[H, K, V]`` extends :class:`HeadSizes`.
+the model's own initialisation; an optional ``Config.export_obstacle`` says in a line why a mixer
+of these sizes trains but can't be exported (None: it can). A mixer around one matrix ``[H, K, V]``
+extends :class:`HeadSizes`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,17 +30,21 @@ from typing import Any
 
 from torch import nn
 
-from edgelin.config import from_dict
+from edgelin.config import ModelConfig, from_dict
 from edgelin.errors import EdgelinError
 from edgelin.state import StateSpec
 
+_MOST_SIZE = 1 << 16  # any product of a few stays below 2^63
 
-def check_positive(config: Any, *names: str) -> None:
-    """Raise EdgelinError for the first of these fields that is below 1."""
+
+def check_sizes(config: Any, *names: str, least: int = 1) -> None:
+    """Raise EdgelinError for the first of these fields that is no sensible size."""
     for name in names:
         value = getattr(config, name)
-        if value < 1:
-            raise EdgelinError(f"{name} is {value}; give at least 1")
+        if value < least:
+            raise EdgelinError(f"{name} is {value}; give at least {least}")
+        if value > _MOST_SIZE:
+            raise EdgelinError(f"{name} is {value}; give at most {_MOST_SIZE}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class HeadSizes:
     value_dim: int
 
     def __post_init__(self) -> None:
-        check_positive(self, *vars(self))
+        check_sizes(self, *vars(self))
 
     def matrix_spec(self, layer: int) -> StateSpec:
         """The matrix S as a state of this layer."""
@@ -66,19 +74,50 @@ def load(type_name: str) -> ModuleType:
     """Import the mixer module of this type: a file here, or ``"package.module"`` anywhere.
 
     Raises:
-        EdgelinError: There is no such module.
+        EdgelinError: There is no such module, it does not load, or it makes no mixer.
     """
     path = type_name if "." in type_name else f"{__name__}.{type_name}"
     try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (path == error.name or path.startswith(error.name + ".")):
-            raise
-        known = ", ".join(sorted(m.name for m in pkgutil.iter_modules(__path__)))
+        module = importlib.import_module(path)
+    except Exception as error:  # a module of the user may raise anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (path == missing or path.startswith(missing + ".")):
+            known = ", ".join(sorted(m.name for m in pkgutil.iter_modules(__path__)))
+            raise EdgelinError(
+                f"mixer type {type_name!r} is not known; use one of {known}, "
+                "or the dotted path of a module with Config and Mixer"
+            ) from None
+        raise EdgelinError(f"mixer type {type_name!r} does not load: {error}") from error
+    if not (
+        dataclasses.is_dataclass(getattr(module, "Config", None))
+        and inspect.isclass(getattr(module, "Mixer", None))
+    ):
         raise EdgelinError(
-            f"mixer type {type_name!r} is not known; use one of {known}, "
-            "or the dotted path of a module with Config and Mixer"
-        ) from None
+            f"mixer type {type_name!r} is no mixer: the module needs a dataclass Config "
+            f"and a class Mixer"
+        )
+    return module
+
+
+def read_config(table: Mapping[str, Any], *, where: str) -> tuple[ModuleType, Any]:
+    """The module and the ``Config`` of a ``model.mixers`` table.
+
+    Raises:
+        EdgelinError: ``type`` is missing or unknown, or another key is wrong.
+    """
+    values = dict(table)
+    module = load(values.pop("type"))
+    return module, from_dict(module.Config, values, where)
+
+
+def check(config: ModelConfig) -> None:
+    """Read every mixer of a model, those that no layer names too.
+
+    Raises:
+        EdgelinError: As :func:`read_config`.
+    """
+    for name, table in config.mixers.items():
+        read_config(table, where=f"model.mixers.{name}")
 
 
 def build(
@@ -87,12 +126,8 @@ def build(
     """Build the mixer that a ``model.mixers`` table describes.
 
     Raises:
-        EdgelinError: ``type`` is missing or unknown, or another key is wrong.
+        EdgelinError: As :func:`read_config`.
     """
-    values = dict(table)
-    if "type" not in values:
-        raise EdgelinError(f"{where} lacks the key 'type', the name of a mixer")
-    module = load(values.pop("type"))
-    config = from_dict(module.Config, values, where)
+    module, config = read_config(table, where=where)
     mixer: nn.Module = module.Mixer(config, hidden_size, layer, norm_eps)
     return mixer

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.layers import at_least_float32, rotary_angles, rotate
-from edgelin.mixers import check_positive
+from edgelin.mixers import check_sizes
 from edgelin.recurrences import CHUNK
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.state import StateSpec
@@ -45,7 +45,7 @@ class Config:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_heads", "num_kv_heads", "head_dim", "window")
+        check_sizes(self, "num_heads", "num_kv_heads", "head_dim", "window")
         if self.num_heads % self.num_kv_heads:
             raise EdgelinError(
                 f"num_heads is {self.num_heads}, no multiple of num_kv_heads = "
@@ -53,6 +53,18 @@ class Config:
             )
         if self.head_dim % 2:
             raise EdgelinError(f"head_dim is {self.head_dim}; rotary position needs an even one")
+        if not self.rope_theta > 0:
+            raise EdgelinError(f"rope_theta is {self.rope_theta}; it must be above 0")
+
+    @property
+    def export_obstacle(self) -> str | None:
+        """Why a mixer of these sizes can't be exported; None: it can."""
+        if self.window >= CHUNK:
+            return None
+        return (
+            f"an attention window of {self.window} can't be exported: calls carry up to "
+            f"{CHUNK} tokens; set window to {CHUNK} or more"
+        )
 
 
 class Mixer(nn.Module):
@@ -104,15 +116,11 @@ class Mixer(nn.Module):
 
     def _is_short(self, x: Tensor) -> bool:
         """Whether a call takes the form that serves T <= min(CHUNK, W), the exported one."""
-        window = self.config.window
         if is_exporting():
-            if window < CHUNK:
-                raise EdgelinError(
-                    f"an attention window of {window} can't be exported: calls carry up to "
-                    f"{CHUNK} tokens; set window to {CHUNK} or more"
-                )
+            if self.config.export_obstacle:
+                raise EdgelinError(self.config.export_obstacle)
             return True
-        return x.shape[1] <= min(CHUNK, window)
+        return x.shape[1] <= min(CHUNK, self.config.window)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """theta^(-i / (D/2)), `[D / 2]` float64."""

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgelin.errors import EdgelinError
 from edgelin.layers import GatedRMSNorm, at_least_float32, l2_norm
-from edgelin.mixers import HeadSizes
+from edgelin.mixers import HeadSizes, check_sizes
 from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.delta import delta
 from edgelin.state import StateSpec
@@ -38,8 +37,7 @@ class Config(HeadSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.conv_size < 2:
-            raise EdgelinError(f"conv_size is {self.conv_size}; give at least 2")
+        check_sizes(self, "conv_size", least=2)
 
 
 class Mixer(nn.Module):

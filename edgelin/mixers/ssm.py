@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.layers import at_least_float32
-from edgelin.mixers import check_positive
+from edgelin.mixers import check_sizes
 from edgelin.recurrences.diagonal import diagonal
 from edgelin.state import StateSpec
 
@@ -47,7 +47,7 @@ class Config:
     dt_max: float = 1e-1
 
     def __post_init__(self) -> None:
-        check_positive(self, "inner_size", "state_size")
+        check_sizes(self, "inner_size", "state_size")
         if not 0 < self.dt_min <= self.dt_max:
             raise EdgelinError(
                 f"dt_min is {self.dt_min} and dt_max {self.dt_max}; give 0 < dt_min <= dt_max"

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from edgelin import checkpoint
 from edgelin.config import RunConfig, to_dict
 from edgelin.errors import EdgelinError
-from edgelin.model import LanguageModel
+from edgelin.model import LanguageModel, check_size
 from edgelin.train import folder, log, optimizer, snapshot
 from edgelin.train.data import Corpus, prepare
 from edgelin.train.evaluate import Windows, streamed_bits_per_byte
@@ -30,6 +30,8 @@ from edgelin.train.meter import Meter, tell
 from edgelin.train.order import Order
 from edgelin.train.schedule import learning_rate, progress
 from edgelin.train.stop import Stop
+
+_TRAINING_BYTES = 16  # a parameter, its gradient and both moments in float32
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,11 @@ def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "
 def _train(config: RunConfig, out: Path, resume: bool, device: str) -> Result:
     where = _pick(device)
     folder.check(out, resume=resume)
+    check_size(config.model, bytes_each=_TRAINING_BYTES, memory=_memory(where))
     out.mkdir(parents=True, exist_ok=True)
     tell("reading and encoding the texts")
     trainer = Trainer(config, out, prepare(config, out), where)
+    _warn_of_export(trainer.model)
     if resume:
         trainer.restore()
     with Stop() as stop:
@@ -351,6 +355,19 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _memory(device: torch.device) -> int | None:
+    """Bytes of memory of a GPU; None: those of the machine."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def _warn_of_export(model: LanguageModel) -> None:
+    """Say in a line a mixer what will keep `edgelin export` from taking the model."""
+    configs = [getattr(block.mixer, "config", None) for block in model.blocks]
+    obstacles = [getattr(config, "export_obstacle", None) for config in configs]
+    for obstacle in dict.fromkeys(filter(None, obstacles)):
+        tell(f"warning: {obstacle}")
 
 
 def _pick(device: str) -> torch.device:

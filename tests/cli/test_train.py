@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from torch.utils._device import _device_constructors
 
 from edgelin import checkpoint
 from edgelin.cli import main
@@ -102,6 +103,32 @@ def test_an_output_that_cannot_be_written_is_named(folder: Path) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: cannot write {folder}/file: File exists; ")
+
+
+def test_a_window_that_cannot_be_exported_is_told_at_the_start(folder: Path) -> None:
+    local = "{type='attention', num_heads=2, num_kv_heads=1, head_dim=4, window=%d}"
+    for window, warned in ((32, 1), (64, 0)):
+        arguments = ["train", str(folder / "run.toml"), "--out", str(folder / f"out{window}")]
+        arguments += ["--set", f"model.mixers.gdn={local % window}", "--set", "optim.steps=1"]
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, result.output
+        message = f"warning: an attention window of {window} can't be exported: "
+        assert result.stderr.count(message) == warned
+
+
+def test_a_model_is_checked_before_the_texts_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # a replaced torch.empty does not follow torch.device("meta")
+    _device_constructors.cache_clear()
+    arguments = ["train", str(folder / "run.toml"), "--out", str(folder / "out")]
+    for setting in ("model.mixers.x={type='os.path'}", "model.hidden_size=1048576"):
+        wide = ["--set", "model.intermediate_size=1048576"]
+        result = CliRunner().invoke(main, [*arguments, *wide, "--set", setting])
+        assert result.exit_code == 1
+        assert result.stderr.startswith("Error: "), result.output
+        assert result.stderr.count("\n") == 1
+    assert not (folder / "out").exists()
 
 
 def test_errors_take_one_line_and_exit_with_1(folder: Path) -> None:
