@@ -6,11 +6,13 @@
 # PYTHON=python3.12           interpreter for the environment (3.11 or 3.12)
 # TORCH_INDEX=https://...     extra package index, where plain pip would fetch a CUDA torch
 # WORKERS=4                   processes for pytest
+# PROMPT="..."                what the demo writes on from
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 WORKERS ?= 2
+PROMPT ?= The old house stood at the end of the lane, and
 
 BIN := $(VENV)/bin
 # Run from the checkout without an installed package too (make check, make gpu).
@@ -23,8 +25,8 @@ export ORT_DISABLE_TELEMETRY = 1
 demo: $(VENV)/.installed-export
 	$(BIN)/edgelin export examples/demo/checkpoint -o bundles/demo --quantize int4 --force
 	$(BIN)/edgelin verify bundles/demo --checkpoint examples/demo/checkpoint
-	$(BIN)/edgelin run bundles/demo "The old house stood at the end of the lane" \
-		--max-tokens 120 --seed 7 --stats
+	@printf '\n%s' "$(PROMPT)"
+	@$(BIN)/edgelin run bundles/demo "$(PROMPT)" --max-tokens 120 --seed 7 --stats
 
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory check RUN="$(BIN)/python -m"

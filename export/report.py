@@ -101,6 +101,21 @@ class Report:
         (folder / JSON_NAME).write_text(text, encoding="utf-8")
         (folder / TEXT_NAME).write_text(self.text(), encoding="utf-8")
 
+    def summary(self) -> str:
+        """What a terminal shows: a line a variant, and where the rest stands."""
+        lines = [
+            f"{self.bundle}: profile {self.profile}, {self.parameters:,} parameters, "
+            f"{self.state_bytes / 1e6:.2f} MB of state a stream"
+        ]
+        for name, variant in self.variants.items():
+            here = variant.measured
+            lines.append(
+                f"  {name}: {variant.bytes / 1e6:.1f} MB, {sum(variant.nodes.values())} nodes, "
+                f"about {here.get('decode_tokens_per_s', 0):,.0f} tokens/s; "
+                f"{variant.graph.logits_rms:.0e} beside the float64 model with its weights"
+            )
+        return "\n".join([*lines, f"The whole report: {self.bundle / TEXT_NAME}"])
+
     def text(self) -> str:
         """Content of ``report.md``: tables for people."""
         lines = [

@@ -40,8 +40,8 @@ def command(
 ) -> None:
     """Turn CHECKPOINT into a bundle that a device can run.
 
-    The bundle is run and compared with the model before it is put in place. A report is printed;
-    if a gate is missed, the bundle is kept as OUT.failed and the exit code is 1.
+    The bundle is run and compared with the model before it is put in place. A summary is printed,
+    the report is report.md; if a gate is missed, the bundle is kept as OUT.failed and the exit code is 1.
 
     \b
     Example:
@@ -56,8 +56,7 @@ def command(
         profile=profile,
         force=force,
     )
-    click.echo(report.text())
-    click.echo(f"Wrote {report.bundle}")
+    click.echo(report.summary())
 
 
 def _beside(checkpoint: Path) -> Path:

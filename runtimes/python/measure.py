@@ -180,8 +180,10 @@ def plot(points: list[dict[str, Any]], title: str, path: Path) -> None:
     position = [point["position"] for point in points]
     upper.plot(position, [point["step_ms"] for point in points], "o-")
     upper.set(title=title, ylabel="median step, ms", xscale="log", ylim=(0, None))
-    lower.plot(position, [point["rss_bytes"] / 2**20 for point in points], "o-")
-    lower.set(xlabel="position, tokens", ylabel="resident memory, MiB", ylim=(0, None))
+    memory = [point["rss_bytes"] / 2**20 for point in points]
+    lower.plot(position, memory, "o-")
+    limits = (0, 1.2 * max(memory))  # a flat line would lie on the frame
+    lower.set(xlabel="position, tokens", ylabel="resident memory, MiB", ylim=limits)
     save_figure(figure, path)
 
 

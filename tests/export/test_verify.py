@@ -74,8 +74,8 @@ def test_all_forms_are_one_model(bundle: Path, checkpoint: Path, tmp_path: Path)
     result = _run(bundle, "--checkpoint", checkpoint, "--json", tmp_path / "parity.json")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    header = ["tensor", "parallel", "(chunked)", "model", "steps", "model", "chunks"]
-    assert lines[0].split() == header
+    header = "tensor parallel (chunked) model steps model chunks model_q8 steps model_q8 chunks"
+    assert lines[0].split() == f"{header} model_q4 steps model_q4 chunks".split()
     tensors = [line.split()[0] for line in lines[1:]]
     assert tensors[:3] == ["conv.0", "hidden.0", "recurrent.0"]
     assert {"key.1", "value.1", "normalizer.2", "hidden.2", "logits", "position"} <= set(tensors)
@@ -88,8 +88,15 @@ def test_all_forms_are_one_model(bundle: Path, checkpoint: Path, tmp_path: Path)
         (None, "parallel (chunked)", "recurrence in float64"),
         ("model", "steps", "recurrence in float64"),
         ("model", "chunks", "recurrence in float64"),
-        ("model_q8", "chunks", "its steps"),
-        ("model_q4", "chunks", "its steps"),
+        *(
+            (name, form, against)
+            for name in ("model_q8", "model_q4")
+            for form, against in (
+                ("steps", "recurrence in float64"),
+                ("chunks", "recurrence in float64"),
+                ("chunks", "its steps"),
+            )
+        ),
     ]
     chunks = content["comparisons"][2]["differences"]
     assert {d["length"] for d in chunks} == set(LENGTHS)
