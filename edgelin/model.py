@@ -24,6 +24,7 @@ from edgelin.state import StateSpec
 
 _INIT_STD = 0.02
 _MOST_BYTES = 32 << 30  # a machine may tell of more memory than a container lets us have
+_SURELY_FITS = 1 << 30  # numbers, 4 GiB
 _RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
 
 
@@ -69,6 +70,8 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
     """
     mixers.check(config)
     numbers = config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
+    if memory is None and numbers + _most_in_blocks(config) < _SURELY_FITS:
+        return  # torch takes seconds to load what counts without memory
     with torch.device("meta"):  # sizes without memory
         for name in set(config.layers):
             block = Block(config, config.layers.index(name))
@@ -83,6 +86,16 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
             f"{memory / 2**30:,.1f} GiB; lower model.hidden_size, model.vocab_size, "
             f"the number of layers or the mixers' sizes"
         )
+
+
+def _most_in_blocks(config: ModelConfig) -> int:
+    """More numbers than the blocks can have: every size of a mixer multiplied with every other."""
+    total = 0
+    for name in config.layers:
+        sizes = [v for v in config.mixers[name].values() if isinstance(v, int)]
+        mixer = math.prod(max(4, size) for size in sizes)
+        total += config.hidden_size * (3 * config.intermediate_size + config.hidden_size + mixer)
+    return total
 
 
 def _machine_memory() -> int:

@@ -41,7 +41,8 @@ def command(
     """Turn CHECKPOINT into a bundle that a device can run.
 
     The bundle is run and compared with the model before it is put in place. A summary is printed,
-    the report is report.md; if a gate is missed, the bundle is kept as OUT.failed and the exit code is 1.
+    the whole report is report.md. If a gate is missed, the bundle is kept as OUT.failed and the
+    exit code is 1.
 
     \b
     Example:

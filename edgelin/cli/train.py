@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -39,15 +40,19 @@ def command(
     try:
         from edgelin.train.loop import train
     except ModuleNotFoundError as error:
-        raise EdgelinError(f'training needs {error.name}: pip install "edgelin[train]"') from error
+        raise EdgelinError(
+            f"training needs {error.name}: pip install 'edgelin[train]', "
+            f"in a checkout: pip install -c constraints.txt -e '.[train]'"
+        ) from error
 
     out = out or Path("runs") / config.stem
     result = train(run, out, resume=resume, device=device)
     if result.interrupted:
-        changes = "".join(f" --set {setting}" for setting in settings)
+        words = ["edgelin", "train", str(config), "--out", str(out), "--resume"]
+        words += [] if device == "auto" else ["--device", device]
+        words += [word for setting in settings for word in ("--set", setting)]
         click.echo(
-            f"Stopped after step {result.step}, all is saved. Go on with: "
-            f"edgelin train {config} --out {out} --resume{changes}",
+            f"Stopped after step {result.step}, all is saved. Go on with: {shlex.join(words)}",
             err=True,
         )
         sys.exit(130)

@@ -102,8 +102,8 @@ def prepare(config: RunConfig, out: Path) -> Corpus:
         tokenizer = tokenizers.load(own)
     elif config.data.tokenizer:
         tokenizer = tokenizers.load(config.data.tokenizer)
-    elif trained.is_file():
-        tokenizer = tokenizers.load(trained)
+    elif (found := _cached_tokenizer(trained)) is not None:
+        tokenizer = found
     else:
         blocks = (block for path in config.data.train for block in read_text(path))
         tokenizer = tokenizers.train(blocks, vocab_size)
@@ -123,17 +123,35 @@ def prepare(config: RunConfig, out: Path) -> Corpus:
     return Corpus(tokenizer, train, valid, key)
 
 
+def _cached_tokenizer(path: Path) -> tokenizers.Tokenizer | None:
+    """A tokenizer that an earlier run trained; None where there is none or it is damaged."""
+    try:
+        return tokenizers.load(path) if path.is_file() else None
+    except EdgelinError:
+        return None
+
+
 def _tokens(
     paths: Sequence[str], hashes: Sequence[str], tokenizer: tokenizers.Tokenizer, cache: Path
 ) -> tuple[Array, str]:
     """The tokens of all files, the end token before each, memory-mapped from the cache."""
     key = _hash(*hashes, tokenizer.to_str())
     file = cache / f"tokens-{key}.npy"
-    if not file.is_file():
+    if not _is_whole(file, tokenizer.get_vocab_size()):
         dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
         with replacing(file) as part:
             _write_array(part, np.dtype(dtype), _encoded(paths, tokenizer))
     return cast(Array, np.load(file, mmap_mode="r")), key
+
+
+def _is_whole(file: Path, vocab_size: int) -> bool:
+    """Whether a cached array is there and holds tokens; a damaged one is made again."""
+    try:
+        tokens = np.load(file, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return False
+    whole = tokens.ndim == 1 and tokens.dtype.kind == "u" and tokens.size > 0
+    return bool(whole and tokens.max() < vocab_size)
 
 
 def _encoded(paths: Sequence[str], tokenizer: tokenizers.Tokenizer) -> Iterator[Array]:

@@ -34,16 +34,18 @@ class Log:
 def read(path: Path) -> list[dict[str, Any]]:
     """All whole entries of a log; an empty list if there is none.
 
-    A line that a crash cut off is left out.
+    A line that a crash cut off, or that is no entry, is left out.
     """
     if not path.is_file():
         return []
     entries = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
     return entries
 
 
@@ -53,8 +55,12 @@ def plot(log: Path, picture: Path) -> None:
     # A bare Figure draws without a display and leaves pyplot's global state alone.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     left = figure.add_subplot()
-    train = [(e["tokens"], e["loss"]) for e in entries if "loss" in e]
-    valid = [(e["tokens"], e["bits_per_byte"]) for e in entries if "bits_per_byte" in e]
+    train = [(e["tokens"], e["loss"]) for e in entries if {"tokens", "loss"} <= e.keys()]
+    valid = [
+        (e["tokens"], e["bits_per_byte"])
+        for e in entries
+        if {"tokens", "bits_per_byte"} <= e.keys()
+    ]
     left.set_xlabel("training tokens")
     left.set_ylabel("training loss (nats a token)")
     lines = []

@@ -127,10 +127,16 @@ class Trainer:
                     f"cannot resume {self._out} with another {key}{detail}; put it back, "
                     f"or start a new run in another --out"
                 )
-        with torch.no_grad():
-            for name, tensor in checkpoint.own_tensors(self.model).items():
-                tensor.copy_(tensors[f"model/{name}"])
-        optimizer.restore(self._optimizer, self.model, tensors)
+        try:
+            with torch.no_grad():
+                for name, tensor in checkpoint.own_tensors(self.model).items():
+                    tensor.copy_(tensors[f"model/{name}"])
+            optimizer.restore(self._optimizer, self.model, tensors)
+        except (KeyError, RuntimeError) as error:
+            raise EdgelinError(
+                f"the training state in {self._out} lacks or spoils {error}; "
+                f"start again in another --out"
+            ) from error
         carried = {
             key.removeprefix("carried/"): value.to(self._device)
             for key, value in tensors.items()

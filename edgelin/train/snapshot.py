@@ -10,6 +10,7 @@ that a crash at any moment leaves one whole snapshot.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -102,11 +103,21 @@ def load(out: Path) -> tuple[Progress, dict[str, torch.Tensor]]:
         count = header.pop("shards")
         for i in range(count):
             tensors |= load_file(folder / _shard_name(i, count))
-        return Progress(**header), tensors
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        return _checked(Progress(**header)), tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise EdgelinError(
-            f"{folder} is damaged ({error}); remove {out / 'training_state'} and start again"
+            f"{folder} is damaged ({error}); start again in another --out"
         ) from error
+
+
+def _checked(progress: Progress) -> Progress:
+    """Raise ValueError for values that no run writes."""
+    numbers = [progress.elapsed, *([] if progress.best is None else [progress.best])]
+    if type(progress.step) is not int or progress.step < 0 or not isinstance(progress.run, dict):
+        raise ValueError("state.json has a wrong step or run")
+    if not all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in numbers):
+        raise ValueError("state.json has a wrong elapsed or best")
+    return progress
 
 
 def _write(folder: Path, progress: Progress, tensors: dict[str, torch.Tensor]) -> None:

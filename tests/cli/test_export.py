@@ -37,8 +37,9 @@ def test_export_writes_a_bundle_and_prints_the_report(folder: Path) -> None:
     assert result.exit_code == 0, result.stderr
     out = folder.with_name("run-bundle")
     assert list(Manifest.read(out).variants) == ["model", "model_q4"]
-    assert result.stdout.startswith("# Export report: profile plain\n")
-    assert result.stdout.endswith(f"\nWrote {out}\n")
+    assert result.stdout.startswith(f"{out}: profile plain, ")
+    assert result.stdout.endswith(f"\nThe whole report: {out / 'report.md'}\n")
+    assert (out / "report.md").read_text().startswith("# Export report: profile plain\n")
     assert "tracing 1 layers" in result.stderr
     again = CliRunner().invoke(main, arguments)
     assert again.exit_code == 1

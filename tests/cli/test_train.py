@@ -84,7 +84,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path) -> None:
     step = snapshot.load(folder / "out")[0].step
     assert errors.splitlines()[-1] == (
         f"Stopped after step {step}, all is saved. Go on with: edgelin train {folder}/run.toml "
-        f"--out {folder}/out --resume --set optim.steps=100000 --set log_every=1"
+        f"--out {folder}/out --resume --device cpu --set optim.steps=100000 --set log_every=1"
     )
 
 
@@ -93,7 +93,8 @@ def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(main, ["train", str(folder / "run.toml")])
     assert result.exit_code == 1
     assert result.stderr == (
-        'Error: training needs edgelin.train.loop: pip install "edgelin[train]"\n'
+        "Error: training needs edgelin.train.loop: pip install 'edgelin[train]', "
+        "in a checkout: pip install -c constraints.txt -e '.[train]'\n"
     )
 
 

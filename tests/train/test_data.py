@@ -106,3 +106,19 @@ def test_missing_text_is_named(config: RunConfig, tmp_path: Path) -> None:
     gone = dataclasses.replace(config.data, train=(str(tmp_path / "gone.txt"),))
     with pytest.raises(EdgelinError, match=r"^cannot read the text .*gone\.txt: No such file"):
         data.prepare(dataclasses.replace(config, data=gone), tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", [b"", b"half", None])
+def test_a_damaged_cache_is_made_again(
+    config: RunConfig, tmp_path: Path, damage: bytes | None
+) -> None:
+    first = data.prepare(config, tmp_path)
+    tokens = np.array(first.train)
+    for file in (tmp_path / "cache").iterdir():
+        if damage is not None:
+            file.write_bytes(damage)
+        elif file.suffix == ".npy":
+            np.save(file, np.full(5, 60000, np.uint16))  # ids that the tokenizer has not
+    again = data.prepare(config, tmp_path)
+    assert np.array_equal(again.train, tokens)
+    assert again.key == first.key

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,22 @@ def test_vectors_do_not_decay(config: RunConfig) -> None:
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.1 if parameter.ndim >= 2 else 0.0), name
     assert len(decay) == len(list(model.parameters()))
+
+
+def test_a_training_state_without_a_tensor_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    train(_with(config, steps=1), tmp_path)
+    progress, tensors = snapshot.load(tmp_path)
+    tensors.pop("model/norm.weight")
+    shutil.rmtree(tmp_path / "training_state")
+    snapshot.save(tmp_path, progress, tensors)
+    with pytest.raises(EdgelinError, match=r"lacks or spoils 'model/norm\.weight'; start again"):
+        train(_with(config, steps=2), tmp_path, resume=True)
+
+
+def test_log_lines_that_are_no_entries_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n[2]\n"three"\n{"step": "4"}\n\xff\n{"step": 5}\n')
+    assert log.read(path) == [{"step": 1}, {"step": 5}]
 
 
 def test_a_log_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:

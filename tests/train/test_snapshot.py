@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,8 +72,29 @@ def test_missing_and_damaged_snapshots(tmp_path: Path) -> None:
     snapshot.save(tmp_path, Progress(1, 0, None, {}), _tensors(1))
     shard = next(tmp_path.rglob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-9])
-    with pytest.raises(EdgelinError, match=r"step-00000001 is damaged \(.*\); remove .*_state"):
+    with pytest.raises(
+        EdgelinError, match=r"step-00000001 is damaged \(.*\); start again in another --out"
+    ):
         snapshot.load(tmp_path)
     shard.unlink()
+    with pytest.raises(EdgelinError, match="is damaged"):
+        snapshot.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"step": "3"},
+        {"elapsed": float("nan")},
+        {"best": "low"},
+        {"run": []},
+        {"shards": "many"},
+    ],
+)
+def test_values_that_no_run_writes_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    snapshot.save(tmp_path, snapshot.Progress(1, 1.0, None, {}), {"x": torch.zeros(2)})
+    file = tmp_path / "training_state" / "step-00000001" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(EdgelinError, match="is damaged"):
         snapshot.load(tmp_path)
