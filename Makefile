@@ -26,7 +26,7 @@ demo: $(VENV)/.installed-export
 	$(BIN)/edgelin export examples/demo/checkpoint -o bundles/demo --quantize int4 --force
 	$(BIN)/edgelin verify bundles/demo --checkpoint examples/demo/checkpoint
 	@printf '\n%s' "$(PROMPT)"
-	@$(BIN)/edgelin run bundles/demo "$(PROMPT)" --max-tokens 120 --seed 7 --stats
+	@$(BIN)/edgelin run bundles/demo "$(PROMPT)" --max-tokens 110 --seed 1 --stats
 
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory check RUN="$(BIN)/python -m"

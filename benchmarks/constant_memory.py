@@ -4,6 +4,9 @@ Writes ``OUT.json`` and ``OUT.png``. Beside the measured growth of resident memo
 key-value cache that a softmax transformer of the same width and layers would need by then; it is
 computed, not measured: 2 (key and value) * layers * width * 2 bytes (float16) a token.
 
+A machine's speed drifts over minutes. So at the end the long stream also steps in alternation with
+a fresh one: the ratio of their medians is what position costs.
+
     python benchmarks/constant_memory.py BUNDLE --tokens 200000 --out constant_memory
 """
 
@@ -18,6 +21,8 @@ from typing import Any
 import edgelin
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import checks, measure
+from edgelin.runtimes.session import Bundle
+from edgelin.runtimes.stream import Stream
 
 WARM_UP = 1000  # steps until caches and memory pools have settled
 WINDOW = 500  # steps whose median is one point
@@ -47,6 +52,7 @@ def main() -> None:
     print(f"RSS growth after {WARM_UP} steps: {found['rss_growth_bytes'] / 2**20:.2f} MiB")
     print(f"median step, end / start: {found['step_ratio']:.3f}")
     print(f"fastest step, end / start: {found['fastest_ratio']:.3f}")
+    print(f"median step, end / a fresh stream in alternation: {found['fresh_ratio']:.3f}")
     print(f"states: {found['state_bytes'] / 2**20:.2f} MiB at any position")
     if found["softmax_cache_bytes_computed"] is not None:
         cache = found["softmax_cache_bytes_computed"][-1] / 2**20
@@ -73,10 +79,18 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "rss_growth_bytes": points[-1].rss_bytes - points[0].rss_bytes,
         "step_ratio": points[-1].step_ms / points[0].step_ms,
         "fastest_ratio": points[-1].fastest_ms / points[0].fastest_ms,
+        "fresh_ratio": measure.ratio(stream, fresh(bundle), WINDOW),
         "width": width,
         "layers": layers,
         "softmax_cache_bytes_computed": cache,
     }
+
+
+def fresh(bundle: Bundle) -> Stream:
+    """A stream that has just warmed up."""
+    stream = bundle.stream()
+    measure.series(stream, [WARM_UP], WINDOW)
+    return stream
 
 
 def sizes(bundle: Path) -> tuple[int, int]:

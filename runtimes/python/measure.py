@@ -119,6 +119,14 @@ def series(stream: Stream, positions: list[int], window: int = WINDOW) -> list[P
     return points
 
 
+def ratio(one: Stream, other: Stream, steps: int) -> float:
+    """Median step time of one stream over that of another, taken in alternation."""
+    ids = _ids(one.vocab_size, steps)
+    taken = [[_timed(stream, token[None]) for stream in (one, other)] for token in ids]
+    first, second = np.median(taken, axis=0)
+    return float(first / second)
+
+
 def log_spaced(first: int, last: int, per_octave: int = 1) -> list[int]:
     """Positions from ``first`` to ``last``, each 2^(1/per_octave) times the one before."""
     count = max(2, round(per_octave * np.log2(last / first)) + 1)

@@ -68,6 +68,7 @@ def test_constant_memory_script(tiny: Any, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "KV cache of a softmax transformer by then (computed): 0.1 MiB" in done.stdout
     found = json.loads((tmp_path / "o.json").read_text())
+    assert found["fresh_ratio"] > 0
     assert found["points"][0]["position"] == 1500 and found["points"][-1]["position"] == 2000
     assert found["softmax_cache_bytes_computed"][-1] == 2 * 1 * 16 * 2 * 2000
     assert (tmp_path / "o.png").stat().st_size > 1000
@@ -83,3 +84,10 @@ def test_constant_memory_checks_its_targets_first(tiny: Any, tmp_path: Path, out
     assert done.returncode == 1
     assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["f.png"]
+
+
+def test_ratio_feeds_both_streams_in_turn(tiny: Any) -> None:
+    one, other = edgelin.load(tiny.path).stream(), edgelin.load(tiny.path).stream()
+    one.feed([1, 2, 3])
+    assert measure.ratio(one, other, 5) > 0
+    assert (one.position, other.position) == (8, 5)
