@@ -106,6 +106,8 @@ def read_config(table: Mapping[str, Any], *, where: str) -> tuple[ModuleType, An
         EdgelinError: ``type`` is missing or unknown, or another key is wrong.
     """
     values = dict(table)
+    if "type" not in values:
+        raise EdgelinError(f"{where} lacks the key 'type', the name of a mixer")
     module = load(values.pop("type"))
     return module, from_dict(module.Config, values, where)
 

@@ -134,9 +134,10 @@ def test_a_broken_pipe_and_a_full_disk_keep_the_state(tiny: Any, tmp_path: Path)
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_closed_streams(tiny: Any) -> None:
     done = _shell('edgelin run "$1" --max-tokens 2 <&-', tiny.path)
-    assert done.returncode == 1 and done.stderr.startswith("Error: standard input is closed")
+    assert done.returncode == 1 and done.stderr.startswith("Error: the prompt is empty")
     done = _shell('edgelin run "$1" The --max-tokens 2 >&-', tiny.path)
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("Error: ")
 
 
 @pytest.mark.parametrize("name", ["edgelin.json", "onnx/model.onnx", "onnx/model.onnx_data"])
