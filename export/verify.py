@@ -89,7 +89,7 @@ def verify(
     random = np.random.default_rng(_SEED)
     ids = random.integers(0, manifest.vocab_size, (_BATCH, max(LENGTHS)))
     state = _random_state(manifest, random)
-    truth = None
+    truth, weights = None, {}
     if checkpoint is None:
         result.notes.append(
             "the graphs were not compared with the model in torch; give --checkpoint"
@@ -97,7 +97,7 @@ def verify(
     else:
         _check_same_model(manifest, checkpoint)
         progress("weights beside the checkpoint's")
-        _check_weights(manifest, bundle, checkpoint)
+        weights = _checked_weights(manifest, bundle, checkpoint)
         result.notes.append("the weights of every variant are the checkpoint's")
         progress("recurrence, token by token in float64")
         truth, comparison = _torch_forms(checkpoint, ids, state, tolerance)
@@ -110,7 +110,7 @@ def verify(
         own = truth
         if checkpoint is not None and _bits(opened[name]) is not None:
             progress(f"{name}: recurrence with its rounded weights, in float64")
-            own = _rounded_truth(opened[name], checkpoint, ids, state)
+            own = _rounded_truth(opened[name], checkpoint, weights, ids, state)
         result.comparisons += _graph_forms(opened[name], ids, state, own, tolerance)
     _qualities(opened, checkpoint, text, result)
     return result
@@ -204,14 +204,15 @@ def _check_same_model(manifest: Manifest, checkpoint: Path) -> None:
         )
 
 
-def _check_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> None:
-    """Refuse a variant that holds other weights than the checkpoint."""
+def _checked_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> dict[str, Array]:
+    """The checkpoint's parameters; a variant that holds other ones is refused."""
     from edgelin.export.verify_weights import check_weights, computed_constants, read_weights
 
     weights = read_weights(checkpoint)
     rebuild = cache(partial(computed_constants, checkpoint, manifest.profile))
     for variant in manifest.variants.values():
         check_weights(bundle / variant.file, weights, rebuild)
+    return weights
 
 
 def _random_state(manifest: Manifest, random: np.random.Generator) -> State:
@@ -274,14 +275,16 @@ def _graph_forms(
     return [*beside_truth, beside_steps] if quantised else beside_truth
 
 
-def _rounded_truth(bundle: Bundle, checkpoint: Path, ids: Array, state: State) -> Record:
+def _rounded_truth(
+    bundle: Bundle, checkpoint: Path, weights: dict[str, Array], ids: Array, state: State
+) -> Record:
     """The recurrence in float64 with the weights that a quantised variant has."""
     from edgelin.export.verify_torch import TorchForm
-    from edgelin.export.verify_weights import read_weights, rounded_weights
+    from edgelin.export.verify_weights import rounded_weights
 
     graph = bundle.path / bundle.manifest.variants[bundle.variant].file
-    weights = rounded_weights(graph, read_weights(checkpoint))
-    form = TorchForm(checkpoint, sequential=True, weights=weights)
+    rounded = rounded_weights(graph, weights)
+    form = TorchForm(checkpoint, sequential=True, weights=rounded)
     return replay(form, ids, state, size=1)
 
 

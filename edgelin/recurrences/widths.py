@@ -24,6 +24,15 @@ def needs_padding(k: Tensor, v: Tensor) -> bool:
     return v.is_cuda and v.dtype == torch.bfloat16 and narrow
 
 
+def run_fitting(
+    run: Recurrence, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run a recurrence, padded where the kernels need it; arguments as of :func:`run_padded`."""
+    if needs_padding(k, v):
+        return run_padded(run, q, k, v, g, state)
+    return run(q, k, v, g, state)
+
+
 def run_padded(
     run: Recurrence, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -54,9 +54,7 @@ def delta(
         result: tuple[Tensor, Tensor] = torch.ops.edgelin.delta(q, k, v, beta, g, state, scale)
         return result
 
-    if widths.needs_padding(k, v):
-        return widths.run_padded(run, q, k, v, g, state)
-    return run(q, k, v, g, state)
+    return widths.run_fitting(run, q, k, v, g, state)
 
 
 @torch.library.custom_op("edgelin::delta", mutates_args=())

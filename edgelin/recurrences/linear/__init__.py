@@ -64,10 +64,7 @@ def linear(
         result: tuple[Tensor, Tensor] = torch.ops.edgelin.linear(q, k, v, g, state, scale)
         return result
 
-    if widths.needs_padding(k, v):
-        o, state = widths.run_padded(run, q, k, v, g, state)
-    else:
-        o, state = run(q, k, v, g, state)
+    o, state = widths.run_fitting(run, q, k, v, g, state)
     if normalizer is None:
         return o, state
     ones = torch.ones((*k.shape[:3], 1), dtype=normalizer.dtype, device=k.device)
