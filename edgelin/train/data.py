@@ -109,7 +109,7 @@ def prepare(config: RunConfig, out: Path) -> Corpus:
         tokenizer = tokenizers.train(blocks, vocab_size)
         with replacing(trained) as part:
             part.write_text(tokenizer.to_str(), encoding="utf-8")
-    size = tokenizer.get_vocab_size()
+    size = tokenizers.largest_id(tokenizer) + 1
     if size > vocab_size:
         raise EdgelinError(
             f"the tokenizer has {size} tokens, model.vocab_size is {vocab_size}; "
@@ -137,21 +137,22 @@ def _tokens(
     """The tokens of all files, the end token before each, memory-mapped from the cache."""
     key = _hash(*hashes, tokenizer.to_str())
     file = cache / f"tokens-{key}.npy"
-    if not _is_whole(file, tokenizer.get_vocab_size()):
-        dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    size = tokenizers.largest_id(tokenizer) + 1
+    if not _is_whole(file, size):
+        dtype = np.uint16 if size <= 1 << 16 else np.uint32
         with replacing(file) as part:
             _write_array(part, np.dtype(dtype), _encoded(paths, tokenizer))
     return cast(Array, np.load(file, mmap_mode="r")), key
 
 
-def _is_whole(file: Path, vocab_size: int) -> bool:
-    """Whether a cached array is there and holds tokens; a damaged one is made again."""
+def _is_whole(file: Path, size: int) -> bool:
+    """Whether a cached array is there and holds ids below ``size``; a damaged one is made again."""
     try:
         tokens = np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
         return False
     whole = tokens.ndim == 1 and tokens.dtype.kind == "u" and tokens.size > 0
-    return bool(whole and tokens.max() < vocab_size)
+    return bool(whole and tokens.max() < size)
 
 
 def _encoded(paths: Sequence[str], tokenizer: tokenizers.Tokenizer) -> Iterator[Array]:
