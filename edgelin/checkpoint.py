@@ -20,7 +20,7 @@ from edgelin import tokenizer as tokenizers
 from edgelin.config import ModelConfig, from_dict, to_dict
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 
 MODEL_TYPE = "edgelin"
 FORMAT = 1
@@ -32,7 +32,7 @@ _NEXT = "give the folder that `edgelin train` wrote, or copy it again"
 
 def save(
     folder: str | Path,
-    model: LanguageModel,
+    model: SequenceModel,
     tokenizer_json: str,
     dtype: torch.dtype | None = None,
     *,
@@ -75,7 +75,7 @@ def save(
 
 def load(
     folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> tuple[LanguageModel, ModelConfig]:
+) -> tuple[SequenceModel, ModelConfig]:
     """Read a checkpoint folder; the model comes in evaluation mode.
 
     Args:
@@ -97,7 +97,7 @@ def load(
                 f"{tokenizer} has token id {largest}, the model's vocab_size is "
                 f"{config.vocab_size}; take the tokenizer.json that the model was trained with"
             )
-    model = LanguageModel(config)
+    model = SequenceModel(config)
     _fill(model, folder)
     return model.to(device=device, dtype=dtype).eval(), config
 
@@ -196,7 +196,7 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: 
             path.unlink()
 
 
-def _fill(model: LanguageModel, folder: Path) -> None:
+def _fill(model: SequenceModel, folder: Path) -> None:
     """Copy the stored tensors into the model's, which must have the same names and shapes."""
     own = own_tensors(model)
     found: dict[str, Path] = {}

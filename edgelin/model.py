@@ -106,7 +106,7 @@ def _machine_memory() -> int:
         return 64 << 30
 
 
-class LanguageModel(nn.Module):
+class SequenceModel(nn.Module):
     """A causal language model with a state of fixed size.
 
     Args:

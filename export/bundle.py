@@ -26,7 +26,7 @@ from edgelin.export.quantise import quantise as quantise_graph
 from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, count_nodes
 from edgelin.export.target import COPIED
 from edgelin.export.trace import trace
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import FileRecord, Manifest, Variant, file_records
 from edgelin.runtimes.session import Bundle
 from edgelin.runtimes.text import TextCodec
@@ -93,7 +93,7 @@ class _Export:
     """One export under way: what its steps need."""
 
     checkpoint: Path
-    model: LanguageModel
+    model: SequenceModel
     profile: Profile
     folder: Path
 
@@ -191,7 +191,7 @@ def _recipes(names: tuple[str, ...]) -> dict[str, Recipe | None]:
     return {name: RECIPES[name] for name in names}
 
 
-def _check_weights(checkpoint: Path, model: LanguageModel) -> None:
+def _check_weights(checkpoint: Path, model: SequenceModel) -> None:
     """Refuse weights with which every answer would be NaN, or that cannot be rounded."""
     for name, tensor in checkpoints.own_tensors(model).items():
         if not tensor.isfinite().all():

@@ -17,12 +17,12 @@ from edgelin.recurrences import CHUNK
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest, TokenizerRecord
 
 if TYPE_CHECKING:
-    from edgelin.model import LanguageModel
+    from edgelin.model import SequenceModel
 
 
 def manifest(
     checkpoint: Path,
-    model: LanguageModel,
+    model: SequenceModel,
     *,
     profile: Profile,
     min_onnxruntime: str,

@@ -28,7 +28,7 @@ from edgelin.runtimes.distribution import divergence
 from edgelin.runtimes.session import Bundle
 
 if TYPE_CHECKING:
-    from edgelin.model import LanguageModel
+    from edgelin.model import SequenceModel
 
 FILE_NAME = "golden.json"
 # One token, the next, a ragged chunk, a full one, and a token again.
@@ -87,7 +87,7 @@ def token_ids(vocab_size: int) -> npt.NDArray[np.int64]:
     return random.integers(0, vocab_size, sum(PIECES), dtype=np.int64)
 
 
-def reference(model: LanguageModel, rounded: Mapping[str, Rounded] | None = None) -> Stream:
+def reference(model: SequenceModel, rounded: Mapping[str, Rounded] | None = None) -> Stream:
     """Run the model in float64, in one call from its initial state.
 
     Args:

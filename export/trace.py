@@ -26,7 +26,7 @@ from edgelin.recurrences import CHUNK
 from edgelin.state import StateSpec
 
 if TYPE_CHECKING:
-    from edgelin.model import LanguageModel
+    from edgelin.model import SequenceModel
 
 INPUT = "input_ids"
 OUTPUT = "logits"
@@ -42,7 +42,7 @@ _ATTRIBUTE_TYPES = {
 }
 
 
-def trace(model: LanguageModel, *, max_time: int = CHUNK) -> ir.Model:
+def trace(model: SequenceModel, *, max_time: int = CHUNK) -> ir.Model:
     """Trace ``model.forward`` with symbolic batch and time.
 
     Args:
@@ -100,7 +100,7 @@ def _check_windows(specs: list[StateSpec], max_time: int) -> None:
 class _Positional(torch.nn.Module):
     """The model with its states as positional arguments, which is what the exporter can name."""
 
-    def __init__(self, model: LanguageModel, specs: list[StateSpec]) -> None:
+    def __init__(self, model: SequenceModel, specs: list[StateSpec]) -> None:
         super().__init__()
         self.model = model
         self.names = [spec.name for spec in specs]

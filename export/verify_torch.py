@@ -18,7 +18,7 @@ from edgelin.recurrences.diagonal import reference as diagonal
 from edgelin.recurrences.linear import reference as linear
 
 if TYPE_CHECKING:
-    from edgelin.model import LanguageModel
+    from edgelin.model import SequenceModel
 
 Array = NDArray[Any]
 State = dict[str, Array]
@@ -79,7 +79,7 @@ class _Sequential(TorchDispatchMode):
 
 
 @contextmanager
-def _streams(model: LanguageModel) -> Iterator[dict[str, torch.Tensor]]:
+def _streams(model: SequenceModel) -> Iterator[dict[str, torch.Tensor]]:
     """Collects the output of every block as ``hidden.<layer>``."""
     found: dict[str, torch.Tensor] = {}
 

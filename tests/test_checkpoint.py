@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from edgelin import checkpoint, tokenizer
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 
 
 def _config(**changes: Any) -> ModelConfig:
@@ -38,7 +38,7 @@ def tokenizer_json() -> str:
 @pytest.fixture
 def folder(tmp_path: Path, tokenizer_json: str) -> Path:
     torch.manual_seed(0)
-    checkpoint.save(tmp_path / "model", LanguageModel(_config()), tokenizer_json)
+    checkpoint.save(tmp_path / "model", SequenceModel(_config()), tokenizer_json)
     return tmp_path / "model"
 
 
@@ -49,7 +49,7 @@ def test_round_trip(
 ) -> None:
     config = _config(tie_word_embeddings=tied)
     torch.manual_seed(0)
-    model = LanguageModel(config)
+    model = SequenceModel(config)
     checkpoint.save(tmp_path, model, tokenizer_json, dtype)
     again, read = checkpoint.load(tmp_path)
     assert read == config == checkpoint.read_config(tmp_path)
@@ -67,7 +67,7 @@ def test_round_trip(
 
 def test_shards_hold_the_same_weights(tmp_path: Path, tokenizer_json: str) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(_config())
+    model = SequenceModel(_config())
     checkpoint.save(tmp_path, model, tokenizer_json, shard_bytes=3000)
     files = checkpoint.weight_files(tmp_path)
     assert len(files) > 2
@@ -114,7 +114,7 @@ def test_a_failed_save_leaves_the_old_weights(
 
     monkeypatch.setattr(checkpoint, "save_file", crash)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(folder, LanguageModel(_config()), tokenizer_json)
+        checkpoint.save(folder, SequenceModel(_config()), tokenizer_json)
     assert (folder / "model.safetensors").read_bytes() == before
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
 
@@ -262,7 +262,7 @@ def test_a_forbidden_file_is_not_called_damaged(
 def test_files_have_the_mode_of_the_umask(tmp_path: Path, tokenizer_json: str) -> None:
     before = os.umask(0o022)
     try:
-        checkpoint.save(tmp_path, LanguageModel(_config()), tokenizer_json)
+        checkpoint.save(tmp_path, SequenceModel(_config()), tokenizer_json)
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}

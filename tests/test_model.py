@@ -15,7 +15,7 @@ from torch.utils._device import _device_constructors
 from edgelin.config import ModelConfig, load_run
 from edgelin.errors import EdgelinError
 from edgelin.layers import RMSNorm, l2_norm, rotary_angles, rotate
-from edgelin.model import LanguageModel, check_size
+from edgelin.model import SequenceModel, check_size
 from edgelin.recurrences import CHUNK
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").rglob("*.toml"))
@@ -34,10 +34,10 @@ CONFIG = ModelConfig(
 )
 
 
-def build(**changes: Any) -> LanguageModel:
+def build(**changes: Any) -> SequenceModel:
     """A small model of all mixers, with weights large enough to matter."""
     torch.manual_seed(3)
-    model = LanguageModel(dataclasses.replace(CONFIG, **changes)).eval()
+    model = SequenceModel(dataclasses.replace(CONFIG, **changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -49,7 +49,7 @@ def tokens(batch: int, time: int) -> Tensor:
     return torch.randint(50, (batch, time), generator=torch.Generator().manual_seed(time))
 
 
-def in_pieces(model: LanguageModel, ids: Tensor, cuts: list[int]) -> tuple[Tensor, Any]:
+def in_pieces(model: SequenceModel, ids: Tensor, cuts: list[int]) -> tuple[Tensor, Any]:
     """Logits and final state, piece by piece."""
     state, outputs = None, []
     for piece in ids.split(cuts, dim=1):
@@ -129,7 +129,7 @@ def test_parameter_count() -> None:
 def test_initial_weights_shrink_residual_projections_with_depth() -> None:
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, hidden_size=128, layers=("gdn",) * 8)
-    model = LanguageModel(config)
+    model = SequenceModel(config)
     block: Any = model.blocks[0]
     assert float(block.mlp.gate_up_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     for projection in (block.mlp.down_proj, block.mixer.out_proj):
@@ -266,7 +266,7 @@ def test_a_model_beyond_memory_is_refused(
 def test_memory_is_counted_exactly() -> None:
     for tied in (True, False):
         config = dataclasses.replace(CONFIG, layers=CONFIG.layers * 2, tie_word_embeddings=tied)
-        model = LanguageModel(config)
+        model = SequenceModel(config)
         states = sum(math.prod(s.shape) for s in model.state_specs() if s.layer is not None)
         # the last norm and the position are left out
         need = 4 * (model.num_parameters() - config.hidden_size + states)
@@ -307,5 +307,5 @@ def test_rotation_stays_exact_after_a_thousand_million_tokens() -> None:
 def test_examples_are_valid(path: Path) -> None:
     config = load_run(path).model
     with torch.device("meta"):
-        model = LanguageModel(config)
+        model = SequenceModel(config)
     assert model.state_specs()

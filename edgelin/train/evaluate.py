@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from edgelin import tokenizer as tokenizers
 from edgelin.errors import EdgelinError
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 from edgelin.train.data import Array, read_text
 
 
@@ -55,7 +55,7 @@ class Windows:
         self._batch = max(1, 16384 // length)
 
     @torch.no_grad()
-    def bits_per_byte(self, model: LanguageModel) -> float:
+    def bits_per_byte(self, model: SequenceModel) -> float:
         """Measure in evaluation mode, under the autocast that is on; the mode is put back."""
         training = model.training
         model.eval()
@@ -69,7 +69,7 @@ class Windows:
 
 @torch.no_grad()
 def streamed_bits_per_byte(
-    model: LanguageModel,
+    model: SequenceModel,
     tokenizer: tokenizers.Tokenizer,
     *texts: str | Path,
     device: str | torch.device = "cpu",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from edgelin import checkpoint
 from edgelin.errors import EdgelinError
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 from edgelin.train import snapshot
 
 # what makes a folder a checkpoint or a bundle, weights of other projects included
@@ -34,7 +34,7 @@ def check(out: Path, *, resume: bool) -> None:
         )
 
 
-def keep(out: Path, model: LanguageModel, tokenizer_json: str) -> None:
+def keep(out: Path, model: SequenceModel, tokenizer_json: str) -> None:
     """Write the checkpoint; if that fails, files that are new go, since they are no checkpoint."""
     before = set(out.iterdir())
     try:

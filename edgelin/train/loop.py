@@ -21,7 +21,7 @@ from tqdm import tqdm
 from edgelin import checkpoint
 from edgelin.config import RunConfig, to_dict
 from edgelin.errors import EdgelinError
-from edgelin.model import LanguageModel, check_size
+from edgelin.model import SequenceModel, check_size
 from edgelin.train import folder, log, optimizer, snapshot
 from edgelin.train.data import Corpus, prepare
 from edgelin.train.evaluate import Windows, streamed_bits_per_byte
@@ -106,7 +106,7 @@ class Trainer:
         self._elapsed, self._started = 0.0, 0.0
         self._best: float | None = None
         torch.manual_seed(config.seed)
-        self.model = LanguageModel(config.model).to(device)
+        self.model = SequenceModel(config.model).to(device)
         self._optimizer = optimizer.build(self.model, config.optim)
         self._compiled = config.compile and device.type == "cuda"
         hidden = self.model.hidden
@@ -368,7 +368,7 @@ def _memory(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def _warn_of_export(model: LanguageModel) -> None:
+def _warn_of_export(model: SequenceModel) -> None:
     """Say in a line a mixer what will keep `edgelin export` from taking the model."""
     configs = [getattr(block.mixer, "config", None) for block in model.blocks]
     obstacles = [getattr(config, "export_obstacle", None) for config in configs]

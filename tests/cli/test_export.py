@@ -12,7 +12,7 @@ from edgelin import checkpoint, tokenizer
 from edgelin.cli import main
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import Manifest
 
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         mixers={"gdn": {"type": "gated_deltanet", "num_heads": 1, "key_dim": 8, "value_dim": 8}},
     )
     tokens = tokenizer.train(["a few words and more words " * 20], 300)
-    checkpoint.save(tmp_path / "run", LanguageModel(config), tokens.to_str())
+    checkpoint.save(tmp_path / "run", SequenceModel(config), tokens.to_str())
     return tmp_path / "run"
 
 

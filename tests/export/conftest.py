@@ -13,17 +13,17 @@ from edgelin import checkpoint, tokenizer
 from edgelin.export import passes
 from edgelin.export.profiles import PROFILES
 from edgelin.export.trace import trace
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 
 
 @pytest.fixture(scope="session")
-def model() -> LanguageModel:
+def model() -> SequenceModel:
     """One layer of every mixer."""
     return export_models.make_model(tuple(export_models.MIXERS))
 
 
 @pytest.fixture(scope="session")
-def traced(model: LanguageModel) -> ir.Model:
+def traced(model: SequenceModel) -> ir.Model:
     """Its trace; clone it before a pass."""
     return trace(model)
 

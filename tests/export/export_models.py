@@ -10,7 +10,7 @@ import onnxruntime
 import torch
 
 from edgelin.config import ModelConfig
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 
 VOCAB = 300
 MIXERS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ MIXERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(layers: tuple[str, ...], *, tied: bool = True, seed: int = 0) -> LanguageModel:
+def make_model(layers: tuple[str, ...], *, tied: bool = True, seed: int = 0) -> SequenceModel:
     """A small model with weights large enough that every layer matters."""
     torch.manual_seed(seed)
     config = ModelConfig(
@@ -40,7 +40,7 @@ def make_model(layers: tuple[str, ...], *, tied: bool = True, seed: int = 0) -> 
         mixers={name: MIXERS[name] for name in layers},
         tie_word_embeddings=tied,
     )
-    model = LanguageModel(config).eval()
+    model = SequenceModel(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -61,7 +61,7 @@ def session(graph: ir.Model) -> onnxruntime.InferenceSession:
 
 
 def random_state(
-    model: LanguageModel, batch: int, seed: int = 1
+    model: SequenceModel, batch: int, seed: int = 1
 ) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
     """A non-zero state by name; ``position`` differs from row to row."""
     random = np.random.default_rng(seed)

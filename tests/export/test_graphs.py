@@ -16,7 +16,7 @@ from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.profiles import PROFILES
 from edgelin.export.trace import trace
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 from edgelin.recurrences.delta import chunked as delta_chunked
 from edgelin.recurrences.delta import reference as delta_reference
 from edgelin.recurrences.diagonal import chunked as diagonal_chunked
@@ -41,7 +41,7 @@ def sequential(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exact(
-    model: LanguageModel, ids: np.ndarray[Any, Any], state: State
+    model: SequenceModel, ids: np.ndarray[Any, Any], state: State
 ) -> tuple[np.ndarray[Any, Any], State]:
     """The float64 model over all tokens in one call."""
     double = copy.deepcopy(model).double()
@@ -55,7 +55,7 @@ def exact(
 
 
 def run(
-    graph: ir.Model, model: LanguageModel, ids: np.ndarray[Any, Any], state: State
+    graph: ir.Model, model: SequenceModel, ids: np.ndarray[Any, Any], state: State
 ) -> tuple[np.ndarray[Any, Any], State]:
     """The graph over pieces of the tokens, all logits."""
     runner, logits = session(graph), []
@@ -85,7 +85,7 @@ def assert_close(
 def test_graph_equals_float64_model(
     profile: str,
     batch: int,
-    model: LanguageModel,
+    model: SequenceModel,
     lowered: Callable[[str], ir.Model],
     sequential: None,
 ) -> None:
@@ -115,7 +115,7 @@ def test_untied_head(sequential: None) -> None:
 
 @pytest.mark.parametrize("keep, rows", [(None, 1), (1, 1), (0, 7), (3, 3), (9, 7)])
 def test_num_logits_to_keep(
-    keep: int | None, rows: int, model: LanguageModel, lowered: Callable[[str], ir.Model]
+    keep: int | None, rows: int, model: SequenceModel, lowered: Callable[[str], ir.Model]
 ) -> None:
     runner = session(lowered("fused"))
     feeds: dict[str, Any] = {
@@ -132,7 +132,7 @@ def test_num_logits_to_keep(
 
 
 def test_plain_refuses_more_than_a_chunk(
-    model: LanguageModel, lowered: Callable[[str], ir.Model]
+    model: SequenceModel, lowered: Callable[[str], ir.Model]
 ) -> None:
     runner = session(lowered("plain"))
     feeds: dict[str, Any] = {
@@ -170,7 +170,7 @@ def test_export_is_deterministic(traced: ir.Model) -> None:
 
 
 def test_graph_inputs_and_outputs_are_those_of_the_states(
-    model: LanguageModel, lowered: Callable[[str], ir.Model]
+    model: SequenceModel, lowered: Callable[[str], ir.Model]
 ) -> None:
     runner = session(lowered("fused"))
     specs = model.state_specs()

@@ -23,7 +23,7 @@ from edgelin.export import verify as verifying
 from edgelin.export import verify_golden, verify_torch
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.verify import LENGTHS, relative_error, replay, verify
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 from edgelin.runtimes import load
 from edgelin.runtimes import manifest as manifests
 from edgelin.runtimes.distribution import divergence
@@ -45,7 +45,7 @@ def _checkpoint(folder: Path, seed: int) -> Path:
         layers=("gdn", "local", "linear"),
         mixers=MIXERS,
     )
-    model = LanguageModel(config)
+    model = SequenceModel(config)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:

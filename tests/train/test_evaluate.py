@@ -12,7 +12,7 @@ import torch
 
 from edgelin.config import RunConfig
 from edgelin.errors import EdgelinError
-from edgelin.model import LanguageModel
+from edgelin.model import SequenceModel
 from edgelin.train.data import Corpus, prepare
 from edgelin.train.evaluate import Windows, streamed_bits_per_byte
 
@@ -23,15 +23,15 @@ def corpus(config: RunConfig, tmp_path: Path) -> Corpus:
 
 
 @pytest.fixture
-def model(config: RunConfig) -> LanguageModel:
+def model(config: RunConfig) -> SequenceModel:
     torch.manual_seed(0)
-    model = LanguageModel(config.model)
+    model = SequenceModel(config.model)
     for parameter in model.parameters():
         parameter.data.mul_(3)  # far from uniform predictions
     return model.train()
 
 
-def _bits(model: LanguageModel, ids: list[int]) -> float:
+def _bits(model: SequenceModel, ids: list[int]) -> float:
     """Bits of ids[1:], token by token through the double-precision step."""
     model = model.double().eval()
     state, bits = None, 0.0
@@ -44,7 +44,7 @@ def _bits(model: LanguageModel, ids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 64, 10_000])
-def test_streamed_equals_steps(model: LanguageModel, corpus: Corpus, text: str, chunk: int) -> None:
+def test_streamed_equals_steps(model: SequenceModel, corpus: Corpus, text: str, chunk: int) -> None:
     text = text[:700]
     ids = corpus.tokenizer.encode(text, add_special_tokens=False).ids
     got = streamed_bits_per_byte(model, corpus.tokenizer, text, chunk=chunk)
@@ -54,7 +54,7 @@ def test_streamed_equals_steps(model: LanguageModel, corpus: Corpus, text: str, 
 
 
 def test_files_are_streams_of_their_own(
-    model: LanguageModel, corpus: Corpus, tmp_path: Path
+    model: SequenceModel, corpus: Corpus, tmp_path: Path
 ) -> None:
     texts = ["the old man", "a river — saw it"]
     bits = size = 0.0
@@ -68,7 +68,7 @@ def test_files_are_streams_of_their_own(
     assert got == pytest.approx(bits / size, rel=1e-5)
 
 
-def test_windows_are_measured_from_an_empty_state(model: LanguageModel, corpus: Corpus) -> None:
+def test_windows_are_measured_from_an_empty_state(model: SequenceModel, corpus: Corpus) -> None:
     tokens = np.array(corpus.train[:100])
     windows = Windows(tokens, corpus.tokenizer, length=20, budget=70, device=torch.device("cpu"))
     starts = [0, 39, 79]
@@ -81,7 +81,7 @@ def test_windows_are_measured_from_an_empty_state(model: LanguageModel, corpus: 
     assert got == pytest.approx(sum(_bits(model, row) for row in rows) / size, rel=1e-5)
 
 
-def test_short_and_empty_texts(model: LanguageModel, corpus: Corpus) -> None:
+def test_short_and_empty_texts(model: SequenceModel, corpus: Corpus) -> None:
     cpu = torch.device("cpu")
     windows = Windows(corpus.train[:3], corpus.tokenizer, length=20, budget=70, device=cpu)
     assert windows.bits_per_byte(model) > 0

@@ -171,7 +171,7 @@ def test_cuda_without_a_gpu_is_refused(config: RunConfig, tmp_path: Path) -> Non
 
 
 def test_vectors_do_not_decay(config: RunConfig) -> None:
-    model = loop.LanguageModel(config.model)
+    model = loop.SequenceModel(config.model)
     built = optimizer.build(model, config.optim)
     decay = {id(p): g["weight_decay"] for g in built.param_groups for p in g["params"]}
     for name, parameter in model.named_parameters():
