@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgelin.recurrences.delta import chunked, delta
+from edgelin.recurrences.chunks import unit_lower_inverse
+from edgelin.recurrences.delta import delta
 from edgelin.recurrences.delta import onnx as forms
 from edgelin.recurrences.delta.reference import reference
 from edgelin.recurrences.graph import Graph
@@ -250,7 +251,7 @@ def test_op_compiles_with_its_gradient(gated: bool) -> None:
 def test_unit_lower_inverse_of_repeated_keys() -> None:
     size = 64
     lower = torch.full((size, size), 2.0).tril(-1)
-    product = (lower + torch.eye(size)).double() @ chunked.unit_lower_inverse(lower).double()
+    product = (lower + torch.eye(size)).double() @ unit_lower_inverse(lower).double()
     assert error(product, torch.eye(size, dtype=torch.float64)) < 1e-6
 
 

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
-from edgelin.recurrences.chunks import compute_dtype, full_precision, join, split
+from edgelin.recurrences.chunks import (
+    compute_dtype,
+    full_precision,
+    join,
+    split,
+    unit_lower_inverse,
+)
 
 
 @full_precision
@@ -82,27 +88,6 @@ def backward(
     gradients = torch.func.vjp(run, q, k, v, beta, state, *decay)[1]
     dq, dk, dv, dbeta, ds, *dg = (x.contiguous() for x in gradients((do, dstate)))
     return dq, dk, dv, dbeta, dg[0] if dg else state.new_empty(0), ds
-
-
-def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """Inverse of I + ``lower``, a strictly lower triangular `[..., N, N]`.
-
-    Blocks of 2s come from blocks of s: X <- X - X L_s X, where L_s holds the lower left
-    quarters of the 2s blocks. Exact to rounding also where the powers of L overflow.
-    """
-    size = lower.shape[-1]
-    row = torch.arange(size, device=lower.device)[:, None]
-    column = row.mT
-    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).expand(lower.shape)
-    block = 1
-    while block < size:
-        same = row // (2 * block) == column // (2 * block)
-        quarter = same & (row // block > column // block)
-        level = lower * quarter
-        # blocks of one token: X is still the identity
-        inverse = inverse - (level if block == 1 else inverse @ (level @ inverse))
-        block *= 2
-    return inverse
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor]:

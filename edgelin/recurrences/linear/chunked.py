@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
-from edgelin.recurrences.chunks import compute_dtype, full_precision, join, split
+from edgelin.recurrences.chunks import (
+    compute_dtype,
+    full_precision,
+    join,
+    key_products,
+    split,
+    triangle,
+)
 
 
 @full_precision
@@ -57,14 +64,9 @@ def forward(
     return join(scale * o, time).to(v.dtype), current.to(state.dtype)
 
 
-def _triangle(size: int, like: Tensor) -> Tensor:
-    """Lower-triangular ones ``[size, size]``: as a matrix product, a running sum."""
-    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril()
-
-
 def _per_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A, decayed q and k, and the chunk's decay ``[B, H, N, 1, 1]`` for g ``[B, H, N, C, 1]``."""
-    lower = _triangle(q.shape[-2], g)
+    lower = triangle(q.shape[-2], g)
     after = lower.tril(-1)  # [l, j] = l > j
     sums = lower @ (g * after)  # [i, j] = sum of g_l over j < l <= i
     decay = sums.masked_fill(lower == 0, -torch.inf).exp()
@@ -75,25 +77,9 @@ def _per_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _per_key(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A, decayed q and k, and the chunk's decay ``[B, H, N, K, 1]`` for g ``[B, H, N, C, K]``.
-
-    At level s the mask is the pairs whose tokens lie in the odd and the even half of one aligned
-    block of 2s. With r the last token of the even half, exp(G_i - G_j) is
-    exp(G_i - G_r) exp(G_r - G_j): both exponents are sums over intervals, so never positive.
-    """
-    size = q.shape[-2]
-    lower = _triangle(size, g)
-    within = torch.diag_embed((q * k).sum(-1))
-    i = torch.arange(size, device=g.device)[:, None]
-    j = i.T
-    s = 1
-    while s < size:
-        odd, last_even = (i // s) % 2 == 1, i // (2 * s) * 2 * s + s - 1
-        interval = torch.where(odd, (j > last_even) & (j <= i), (j > i) & (j <= last_even))
-        factor = (interval.to(g.dtype) @ g).exp()
-        pairs = (i // (2 * s) == j // (2 * s)) & odd & ((j // s) % 2 == 0)
-        within = within + ((q * factor) @ (k * factor).mT) * pairs
-        s *= 2
+    """A, decayed q and k, and the chunk's decay ``[B, H, N, K, 1]`` for g ``[B, H, N, C, K]``."""
+    lower = triangle(q.shape[-2], g)
     prefix = lower @ g
     suffix = lower.mT.triu(1) @ g  # over the tokens after each
-    return within, q * prefix.exp(), k * suffix.exp(), prefix[..., -1, :, None].exp()
+    total = prefix[..., -1, :, None].exp()
+    return key_products(q, k, g), q * prefix.exp(), k * suffix.exp(), total

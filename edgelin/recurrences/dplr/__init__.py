@@ -1,0 +1,152 @@
+"""Diagonal plus low rank recurrence: RWKV-7's generalised delta rule.
+
+    S_t = Diag(e^{g_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T
+    o_t = scale * S_t^T q_t
+
+S is the matrix state, k the key under which the value v is written, q the query, g the log decay
+of every key (row of S). The transition of a token is diagonal plus rank one: a is the direction
+that is read from the state *before* the token, b the one under which what was read is added again
+(b = -a with |a| = 1 removes it). a = e^g k, b = -beta k and a write of beta k v^T is the delta
+rule with a decay for every key (Kimi Delta Attention); a and b are independent in RWKV-7.
+
+Sources: Peng et al. 2025, "RWKV-7 Goose with Expressive Dynamic State Evolution",
+arXiv:2503.14456, equations 16 and 17; Yang et al. 2024, "Parallelizing Linear Transformers with
+the Delta Rule over Sequence Length", arXiv:2406.06484, section 3 (the chunk form).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from edgelin.recurrences import widths
+from edgelin.recurrences.dplr import chunked
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    *,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over a stretch of tokens, of any length from 1.
+
+    Args:
+        q: Queries `[B, T, H, K]`, float32 or bfloat16 (float64 on CPU).
+        k: Keys `[B, T, H, K]`.
+        v: Values `[B, T, H, V]`.
+        a: What each token reads from the state before it `[B, T, H, K]`.
+        b: Where it adds what it read `[B, T, H, K]`.
+        g: Log decays `[B, T, H, K]`, float32, <= 0; below -90 they count as -90.
+        state: State before the first token `[B, H, K, V]`, float32 (float64 with float64 values).
+        scale: Factor of the outputs.
+
+    Returns:
+        Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
+    """
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The op, with a and b as wide as the keys have become."""
+        more = k.shape[-1] - a.shape[-1]
+        pair = [F.pad(x, (0, more)) if more else x for x in (a, b)]
+        result: tuple[Tensor, Tensor] = torch.ops.edgelin.dplr(q, k, v, *pair, g, state, scale)
+        return result
+
+    return widths.run_fitting(run, q, k, v, g, state)
+
+
+@torch.library.custom_op("edgelin::dplr", mutates_args=())
+def _dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Kernel on CUDA tensors, chunked form elsewhere."""
+    if v.is_cuda:
+        from edgelin.recurrences.dplr import kernel
+
+        return kernel.forward(q, k, v, a, b, g, state, scale)
+    return chunked.forward(q, k, v, a, b, g, state, scale)
+
+
+@torch.library.custom_op("edgelin::dplr_backward", mutates_args=())
+def _dplr_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> Gradients:
+    """Gradients of q, k, v, a, b, g and state; recomputes all but the inputs."""
+    if v.is_cuda:
+        from edgelin.recurrences.dplr import kernel_backward
+
+        return kernel_backward.backward(q, k, v, a, b, g, state, scale, do, dstate)
+    return chunked.backward(q, k, v, a, b, g, state, scale, do, dstate)
+
+
+@_dplr.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+@_dplr_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> Gradients:
+    q, k, v, a, b, g, state = (x.new_empty(x.shape) for x in (q, k, v, a, b, g, state))
+    return q, k, v, a, b, g, state
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep the inputs and nothing else."""
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of the op's inputs."""
+    return *torch.ops.edgelin.dplr_backward(*ctx.saved_tensors, ctx.scale, do, dstate), None
+
+
+_dplr.register_autograd(_gradients, setup_context=_save)
