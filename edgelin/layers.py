@@ -1,4 +1,4 @@
-"""Layers that are no mixer: RMSNorm, gated MLP, rotary position, the export marker ``keep_last``.
+"""Layers that are no mixer: norms, gated MLP, token shift, rotary position, ``keep_last``.
 
 Norms and angles are computed in float32 or better, whatever the dtype of the stream.
 """
@@ -86,6 +86,21 @@ def l2_norm(x: Tensor, *, eps: float = 1e-6) -> Tensor:
     return F.rms_norm(full, (size,), weight, eps / size).to(x.dtype)
 
 
+def token_shift(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The stream one token late (Peng et al. 2023, "RWKV", arXiv:2305.13048, section 3.1.1).
+
+    Args:
+        x: `[B, T, D]`.
+        last: The token before the first `[B, D]`.
+
+    Returns:
+        The token before each `[B, T, D]` in the dtype of ``x``, and the last token in the dtype of
+        ``last``.
+    """
+    previous = torch.cat([last[:, None].to(x.dtype), x[:, :-1]], dim=1)
+    return previous, x[:, -1].to(last.dtype)
+
+
 def rotary_angles(position: Tensor, time: int, frequencies: Tensor) -> Tensor:
     """Angles modulo 2 pi of ``time`` tokens, `[B, T, D / 2]` float64.
 
@@ -144,4 +159,5 @@ __all__ = [
     "l2_norm",
     "rotary_angles",
     "rotate",
+    "token_shift",
 ]

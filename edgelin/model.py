@@ -48,10 +48,15 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self,
+        x: Tensor,
+        state: dict[str, Tensor],
+        position: Tensor,
+        shared: dict[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map the stream `[B, T, d]`; ``state`` holds this layer's states."""
-        mixed, state = self.mixer(self.mixer_norm(x), state, position)
+        """Map the stream `[B, T, d]` with this layer's states and what the call shares."""
+        extra = (shared,) if getattr(self.mixer, "shares", False) else ()
+        mixed, state = self.mixer(self.mixer_norm(x), state, position, *extra)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
@@ -181,9 +186,10 @@ class SequenceModel(nn.Module):
             position = torch.zeros_like(input_ids[:, 0])
         x = self.embedding(input_ids)
         after: dict[str, Tensor] = {}
+        shared: dict[str, Tensor] = {}
         for block in self._layers():
             own = {spec.name: state[spec.name] for spec in block.mixer.state_specs()}
-            x, own = block(x, own, position)
+            x, own = block(x, own, position, shared)
             after |= own
         if "position" in state:
             after["position"] = position + input_ids.shape[1]

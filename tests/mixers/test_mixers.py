@@ -1,46 +1,51 @@
-"""Claims that hold for every mixer, each against a float64 numpy loop over tokens.
-
-A loop maps (mixer, x, state, position) to (y, state) and shares no code with the mixer: rotations
-are complex products, attention is a softmax over a list of all tokens it may see.
-"""
+"""Claims that hold for every mixer, each against its float64 numpy loop in ``loops/``."""
 
 from __future__ import annotations
 
+import copy
+import importlib
 import pkgutil
-from collections.abc import Callable
 from typing import Any
 
+import loops
 import numpy as np
 import pytest
 import torch
+from export_models import session
+from loops.common import EPS, HIDDEN, LAYER
 from torch import Tensor, nn
 
 from edgelin import mixers
+from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
+from edgelin.export import passes
+from edgelin.export.profiles import PROFILES
+from edgelin.export.trace import trace
+from edgelin.model import SequenceModel
 from edgelin.recurrences import CHUNK
 
-HIDDEN, EPS = 20, 1e-6
-Arrays = dict[str, np.ndarray]
-LINEAR = {"num_heads": 2, "key_dim": 6, "value_dim": 10}
-ATTENTION = {"type": "attention", "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
-
+LOOPS: dict[str, Any] = {
+    found.name: importlib.import_module(f"loops.{found.name}")
+    for found in pkgutil.iter_modules(loops.__path__)
+    if found.name != "common"
+}
 CASES: dict[str, dict[str, Any]] = {
-    "linear_attention": {"type": "linear_attention", **LINEAR},
-    "retention": {"type": "retention", **LINEAR},
-    "gla": {"type": "gla", **LINEAR, "decay_rank": 4},
-    "deltanet": {"type": "deltanet", **LINEAR},
-    "gated_deltanet": {"type": "gated_deltanet", **LINEAR, "conv_size": 3},
-    "attention, window 7": {**ATTENTION, "window": 7},
-    "attention, window 64": {**ATTENTION, "window": 64},
-    "attention, window 100": {**ATTENTION, "window": 100, "num_kv_heads": 4},
+    case: table for module in LOOPS.values() for case, table in module.CASES.items()
 }
 OWN_TESTS = {"ssm"}  # tests/mixers/test_ssm.py makes the same claims with its own loop
+PIECES = (1, 7, 63, 64, 1)
 
 
-def build(case: str) -> Any:
+def build(case: str, layer: int = LAYER) -> Any:
     """A mixer with reproducible weights."""
     torch.manual_seed(7)
-    return mixers.build(CASES[case], HIDDEN, 3, EPS, where="model.mixers.m")
+    return mixers.build(CASES[case], HIDDEN, layer, EPS, where="model.mixers.m")
+
+
+def call(mixer: Any, x: Tensor, state: dict[str, Tensor], position: Tensor) -> Any:
+    """The mixer as the only one of a model."""
+    shared: tuple[dict[str, Tensor], ...] = ({},) if getattr(mixer, "shares", False) else ()
+    return mixer(x, state, position, *shared)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -65,164 +70,16 @@ def in_pieces(
     """Run piece by piece with the state carried over."""
     outputs = []
     for piece in x.split(cuts, dim=1):
-        y, state = mixer(piece, state, position)
+        y, state = call(mixer, piece, state, position)
         position = position + piece.shape[1]
         outputs.append(y)
     return torch.cat(outputs, dim=1), state
 
 
-# --- the loops -----------------------------------------------------------------------------------
-
-
-def matrix(mixer: Any, name: str) -> np.ndarray:
-    """A parameter as float64."""
-    array: np.ndarray = dict(mixer.named_parameters())[name].detach().double().numpy()
-    return array
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-def heads_of(x: np.ndarray, heads: int) -> np.ndarray:
-    return x.reshape(*x.shape[:-1], heads, -1)
-
-
-def turned(x: np.ndarray, tokens: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """`[B, T, H, D]` with pairs (i, i + D/2) as complex numbers turned by their angles."""
-    half = x.shape[-1] // 2
-    z = x[..., :half] + 1j * x[..., half:]
-    z = z * np.exp(1j * tokens[:, :, None, None] * frequencies)
-    return np.concatenate([z.real, z.imag], axis=-1)
-
-
-def gated_output(mixer: Any, o: np.ndarray, gate: np.ndarray) -> np.ndarray:
-    """out_proj(RMSNorm(o) * silu(gate)), o and gate `[B, T, H, V]`."""
-    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + EPS) * matrix(mixer, "norm.norm.weight")
-    o = o * gate * sigmoid(gate)
-    return o.reshape(*o.shape[:2], -1) @ matrix(mixer, "out_proj.weight").T
-
-
-def memory(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, state: np.ndarray, **delta: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Matrix memory, token by token; decay `[B, T, H, K or 1]`, beta of the delta rule if given."""
-    s, outputs = state.copy(), []
-    for t in range(q.shape[1]):
-        s = decay[:, t, :, :, None] * s
-        write = v[:, t]
-        if delta:
-            read = np.einsum("bhkv,bhk->bhv", s, k[:, t])
-            write = delta["beta"][:, t, :, None] * (write - read)
-        s = s + np.einsum("bhk,bhv->bhkv", k[:, t], write)
-        outputs.append(np.einsum("bhkv,bhk->bhv", s, q[:, t]))
-    return np.stack(outputs, axis=1), s
-
-
-def linear_attention(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
-    c = m.config
-    q, k, v = np.split(
-        x @ matrix(m, "qkv_proj.weight").T, np.cumsum([c.num_heads * c.key_dim] * 2), axis=-1
-    )
-    q, k = (np.where(a > 0, a + 1, np.exp(a)) for a in (q, k))
-    q, k, v = (heads_of(a, c.num_heads) for a in (q, k, v))
-    one = np.ones((*x.shape[:2], c.num_heads, 1))
-    o, s = memory(q, k, v, one, state["recurrent.3"])
-    den, z = memory(q, k, one, one, state["normalizer.3"][..., None])
-    y = (o / (den + 1e-6)).reshape(*x.shape[:2], -1) @ matrix(m, "out_proj.weight").T
-    return y, {"recurrent.3": s, "normalizer.3": z[..., 0]}
-
-
-def retention(m: Any, x: np.ndarray, state: Arrays, position: np.ndarray) -> Any:
-    c = m.config
-    sizes = [c.num_heads * c.key_dim] * 2 + [c.num_heads * c.value_dim]
-    parts = np.split(x @ matrix(m, "qkv_gate_proj.weight").T, np.cumsum(sizes), axis=-1)
-    q, k, v, gate = (heads_of(a, c.num_heads) for a in parts)
-    tokens = position[:, None] + np.arange(x.shape[1])
-    theta = 10000.0 ** -np.linspace(0, 1, c.key_dim // 2)
-    q, k = turned(q, tokens, theta), turned(k, tokens, theta)
-    gamma = 1 - 2.0 ** (-5 - np.arange(c.num_heads))
-    decay = np.broadcast_to(gamma[:, None], (*x.shape[:2], c.num_heads, 1))
-    o, s = memory(q / c.key_dim**0.5, k, v, decay, state["recurrent.3"])
-    return gated_output(m, o, gate), {"recurrent.3": s}
-
-
-def gla(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
-    c = m.config
-    sizes = [c.num_heads * c.key_dim] * 2 + [c.num_heads * c.value_dim]
-    parts = np.split(x @ matrix(m, "qkv_gate_proj.weight").T, np.cumsum(sizes), axis=-1)
-    q, k, v, gate = (heads_of(a, c.num_heads) for a in parts)
-    low = x @ matrix(m, "decay_in_proj.weight").T
-    low = low @ matrix(m, "decay_out_proj.weight").T + matrix(m, "decay_out_proj.bias")
-    decay = heads_of(sigmoid(low) ** (1 / 16), c.num_heads)
-    o, s = memory(q / c.key_dim**0.5, k, v, decay, state["recurrent.3"])
-    return gated_output(m, o, gate), {"recurrent.3": s}
-
-
-def delta_net(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
-    c = m.config
-    keys, values = c.num_heads * c.key_dim, c.num_heads * c.value_dim
-    both = x @ matrix(m, "qkv_gate_proj.weight").T
-    past = np.concatenate([state["conv.3"].transpose(0, 2, 1), both[..., :-values]], axis=1)
-    taps = matrix(m, "conv_weight")
-    qkv = sum(past[:, i : i + x.shape[1]] * taps[:, i] for i in range(c.conv_size))
-    qkv = qkv * sigmoid(qkv)
-    parts = (*np.split(qkv, [keys, 2 * keys], axis=-1), both[..., -values:])
-    q, k, v, gate = (heads_of(a, c.num_heads) for a in parts)
-    q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
-    gates = x @ matrix(m, "beta_decay_proj.weight").T
-    beta, decay = sigmoid(gates[..., : c.num_heads]), np.ones((*x.shape[:2], c.num_heads))
-    if m.decays:
-        step = np.log1p(np.exp(gates[..., c.num_heads :] + matrix(m, "dt_bias")))
-        decay = np.exp(-np.exp(matrix(m, "A_log")) * step)
-    o, s = memory(q / c.key_dim**0.5, k, v, decay[..., None], state["recurrent.3"], beta=beta)
-    tail = past[:, x.shape[1] :].transpose(0, 2, 1)
-    return gated_output(m, o, gate), {"conv.3": tail, "recurrent.3": s}
-
-
-def attention(m: Any, x: np.ndarray, state: Arrays, position: np.ndarray) -> Any:
-    c = m.config
-    qkv = heads_of(x @ matrix(m, "qkv_proj.weight").T, c.num_heads + 2 * c.num_kv_heads)
-    tokens = position[:, None] + np.arange(x.shape[1])
-    theta = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
-    q, k, v = np.split(qkv, np.cumsum([c.num_heads, c.num_kv_heads]), axis=2)
-    q, k = turned(q, tokens, theta), turned(k, tokens, theta)
-    key, value = state["key.3"].copy(), state["value.3"].copy()
-    outputs = np.zeros((*x.shape[:2], c.num_heads, c.head_dim))
-    for b, start in enumerate(position):
-        ring = range(max(0, start - c.window), start)
-        seen_k = [key[b, :, p % c.window] for p in ring]
-        seen_v = [value[b, :, p % c.window] for p in ring]
-        for t in range(x.shape[1]):
-            seen_k.append(k[b, t])
-            seen_v.append(v[b, t])
-            for h in range(c.num_heads):
-                own = h // (c.num_heads // c.num_kv_heads)
-                keys = np.stack(seen_k[-c.window :])[:, own]
-                scores = np.exp(keys @ q[b, t, h] / c.head_dim**0.5)
-                values = np.stack(seen_v[-c.window :])[:, own]
-                outputs[b, t, h] = scores @ values / scores.sum()
-            slot = (start + t) % c.window
-            key[b, :, slot], value[b, :, slot] = k[b, t], v[b, t]
-    y = outputs.reshape(*x.shape[:2], -1) @ matrix(m, "out_proj.weight").T
-    return y, {"key.3": key, "value.3": value}
-
-
-LOOPS: dict[str, Callable[..., Any]] = {
-    "linear_attention": linear_attention,
-    "retention": retention,
-    "gla": gla,
-    "deltanet": delta_net,
-    "gated_deltanet": delta_net,
-    "attention": attention,
-}
-
-
 def truth(case: str, x: Tensor, state: dict[str, Tensor], position: Tensor) -> Any:
     """The loop's outputs and state for a case."""
-    loop = LOOPS[CASES[case]["type"]]
     arrays = {name: tensor.double().numpy() for name, tensor in state.items()}
-    return loop(build(case), x.numpy(), arrays, position.numpy())
+    return LOOPS[CASES[case]["type"]].loop(build(case), x.numpy(), arrays, position.numpy())
 
 
 def check(got: tuple[Tensor, dict[str, Tensor]], expected: Any, tolerance: float) -> None:
@@ -243,7 +100,6 @@ def check(got: tuple[Tensor, dict[str, Tensor]], expected: Any, tolerance: float
 def test_every_mixer_has_a_case() -> None:
     names = {m.name for m in pkgutil.iter_modules(mixers.__path__)}
     assert {table["type"] for table in CASES.values()} | OWN_TESTS == names
-    assert set(LOOPS) | OWN_TESTS == names
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -253,8 +109,8 @@ def test_one_call_is_the_loop(case: str, batch: int, time: int) -> None:
     x, state = numbers(batch, time, HIDDEN, seed=2), filled_state(mixer, batch)
     position = torch.tensor([0, 3, 1_000_000][-batch:])
     expected = truth(case, x, state, position)
-    check(mixer(x.float(), as_float32(state), position), expected, 2e-5)
-    check(mixer.double()(x, state, position), expected, 1e-9)
+    check(call(mixer, x.float(), as_float32(state), position), expected, 2e-5)
+    check(call(mixer.double(), x, state, position), expected, 1e-9)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -274,7 +130,7 @@ def test_an_output_depends_on_no_later_token(case: str) -> None:
     state = as_float32(filled_state(mixer, 1))
     changed = x.clone()
     changed[:, 70:] += 1
-    before, after = (mixer(a, state, position)[0] for a in (x, changed))
+    before, after = (call(mixer, a, state, position)[0] for a in (x, changed))
     torch.testing.assert_close(before[:, :70], after[:, :70], rtol=0, atol=1e-6)
     assert (before[:, 70:] - after[:, 70:]).abs().amax(-1).min() > 1e-4
 
@@ -285,7 +141,7 @@ def test_states_are_results_not_changed_arguments(case: str) -> None:
     state, position = as_float32(filled_state(mixer, 2)), torch.tensor([4, 4])
     copies = {name: tensor.clone() for name, tensor in state.items()}
     for time in (1, 65):
-        _, after = mixer(numbers(2, time, HIDDEN).float(), state, position)
+        _, after = call(mixer, numbers(2, time, HIDDEN).float(), state, position)
         assert list(after) == [spec.name for spec in mixer.state_specs()]
         for name, tensor in state.items():
             assert torch.equal(tensor, copies[name])
@@ -298,7 +154,7 @@ def test_states_are_results_not_changed_arguments(case: str) -> None:
 def test_every_parameter_and_state_gets_a_gradient(case: str) -> None:
     mixer = build(case)
     state = {k: v.requires_grad_() for k, v in as_float32(filled_state(mixer, 2)).items()}
-    y, after = mixer(numbers(2, 70, HIDDEN).float(), state, torch.tensor([50, 50]))
+    y, after = call(mixer, numbers(2, 70, HIDDEN).float(), state, torch.tensor([50, 50]))
     (y.square().sum() + sum(s.sum() for s in after.values())).backward()
     for name, tensor in [*mixer.named_parameters(), *state.items()]:
         assert tensor.grad is not None, name
@@ -310,9 +166,9 @@ def test_bfloat16_autocast_stays_near_float32(case: str) -> None:
     mixer = build(case)
     x, position = numbers(2, 70, HIDDEN).float(), torch.tensor([0, 9])
     state = as_float32(filled_state(mixer, 2))
-    y, after = mixer(x, state, position)
+    y, after = call(mixer, x, state, position)
     with torch.autocast("cpu", torch.bfloat16):
-        low, low_after = mixer(x, state, position)
+        low, low_after = call(mixer, x, state, position)
     assert (low.float() - y).abs().max() < 0.05 * y.abs().max()
     assert all(tensor.dtype == torch.float32 for tensor in low_after.values())
     for name, tensor in after.items():
@@ -335,6 +191,113 @@ def test_traces_with_dynamic_batch_and_time(case: str) -> None:
         state = filled_state(mixer, rows)
         expected = truth(case, x, state, position)
         check(program(x.float(), as_float32(state), position), expected, 2e-5)
+
+
+class _Loop(nn.Module):
+    """A loop in the place of the mixer of layer 0."""
+
+    def __init__(self, mixer: Any, case: str) -> None:
+        super().__init__()
+        self.inner, self.loop = mixer, LOOPS[CASES[case]["type"]].loop
+        self.needs_position = getattr(mixer, "needs_position", False)
+        self.state_specs = mixer.state_specs
+
+    def forward(self, x: Tensor, state: dict[str, Tensor], position: Tensor) -> Any:
+        """Run the loop, which knows the states of layer 3."""
+        arrays = {name.replace(".0", f".{LAYER}"): t.numpy() for name, t in state.items()}
+        y, after = self.loop(self.inner, x.numpy(), arrays, position.numpy())
+        named = {name.replace(f".{LAYER}", ".0"): torch.from_numpy(a) for name, a in after.items()}
+        return torch.from_numpy(y), named
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "attention, window 7"])
+def test_exported_graphs_are_the_loop(case: str) -> None:
+    """Tokens in, logits and states out, both forms, in pieces of 1 to 64 tokens."""
+    model = _one_layer(case)
+    specs, mixer = model.state_specs(), model.blocks[0].mixer
+    ids = torch.randint(0, 50, (2, sum(PIECES)), generator=torch.Generator().manual_seed(4))
+    state = filled_state(mixer, 2)
+    if any(spec.name == "position" for spec in specs):
+        state["position"] = torch.tensor([3, 70])
+    traced = trace(model)
+    exact = copy.deepcopy(model).double()  # the trace shares its weights with the model
+    exact.blocks[0].mixer = _Loop(mixer, case)
+    wanted, states = (a for a in exact(ids, state))
+    for profile in ("fused", "plain"):
+        graph = traced.clone()
+        passes.lower(graph, PROFILES[profile])
+        passes.finish(graph, PROFILES[profile])
+        runner, logits, start = session(graph), [], 0
+        now = {s.name: state[s.name].numpy().astype(s.dtype) for s in specs}
+        for length in PIECES:
+            feeds = {s.input_name: now[s.name] for s in specs}
+            feeds["input_ids"] = ids[:, start : start + length].numpy()
+            piece, *after = runner.run(None, {**feeds, "num_logits_to_keep": np.array(0)})
+            logits.append(torch.from_numpy(piece))
+            now = {spec.name: array for spec, array in zip(specs, after, strict=True)}
+            start += length
+        got = torch.cat(logits, 1), {name: torch.from_numpy(a) for name, a in now.items()}
+        check(got, (wanted.numpy(), {name: t.numpy() for name, t in states.items()}), 1e-4)
+
+
+def _one_layer(case: str) -> SequenceModel:
+    """A model whose stream is mostly what the mixer makes of it."""
+    config = ModelConfig(
+        vocab_size=50,
+        hidden_size=HIDDEN,
+        intermediate_size=8,
+        layers=("m",),
+        mixers={"m": CASES[case]},
+        rms_norm_eps=EPS,
+    )
+    model = SequenceModel(config).eval().requires_grad_(False)
+    model.blocks[0].mixer = build(case, 0).requires_grad_(False)
+    model.embedding.weight.normal_(generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tokens", ["equal", "zero", "large"])
+def test_hard_inputs_are_the_loop(case: str, tokens: str) -> None:
+    mixer = build(case)
+    x = {
+        "equal": numbers(1, 1, HIDDEN, seed=6).expand(3, 130, HIDDEN),
+        "zero": torch.zeros(3, 130, HIDDEN, dtype=torch.float64),
+        "large": 4 * numbers(3, 130, HIDDEN, seed=6),
+    }[tokens]
+    state = {name: torch.zeros_like(t) for name, t in filled_state(mixer, 3).items()}
+    position = torch.tensor([0, 0, 0])
+    expected = truth(case, x, state, position)
+    check(call(mixer, x.float(), as_float32(state), position), expected, 2e-4)
+    check(call(mixer.double(), x, state, position), expected, 1e-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_differences(case: str) -> None:
+    """Along one direction through input, states and parameters, in float64, over a chunk border."""
+    mixer, position = build(case).double(), torch.tensor([70])
+    given = {"x": numbers(1, 66, HIDDEN, seed=8), **filled_state(mixer, 1)}
+    given |= {name: p.detach() for name, p in mixer.named_parameters()}
+    along = {name: numbers(*t.shape, seed=9) for name, t in given.items()}
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        states = {s.name: values[s.name] for s in mixer.state_specs()}
+        own = {name: values[name] for name, _ in mixer.named_parameters()}
+        extra = ({},) if getattr(mixer, "shares", False) else ()
+        arguments = (values["x"], states, position, *extra)
+        y, after = torch.func.functional_call(mixer, own, arguments)
+        parts = [y, *after.values()]
+        weighted = [(p * numbers(*p.shape, seed=10 + i)).sum() for i, p in enumerate(parts)]
+        return torch.stack(weighted).sum()
+
+    leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+    grads = torch.autograd.grad(loss(leaves), list(leaves.values()))
+    slope = sum((g * along[name]).sum() for name, g in zip(leaves, grads, strict=True))
+    step = 1e-5
+    ahead, back = (
+        loss({name: t + sign * step * along[name] for name, t in given.items()}) for sign in (1, -1)
+    )
+    torch.testing.assert_close(slope, (ahead - back) / (2 * step), rtol=1e-5, atol=1e-6)
 
 
 # --- special to one mixer ------------------------------------------------------------------------
