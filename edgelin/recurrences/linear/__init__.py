@@ -5,15 +5,20 @@ Equation, per head:
     S_t = exp(g_t) S_{t-1} + k_t v_t^T
     o_t = scale * S_t^T q_t
 
-and, with the normaliser, o_t / (scale * z_t . q_t + eps) where z_t = exp(g_t) z_{t-1} + k_t.
+and, with the normaliser, o_t / (scale * z_t . q_t + eps) where z_t = exp(g_t) z_{t-1} + k_t. With
+the bonus u a token reads the state before its own decay and write, and its own value by u:
+
+    o_t = scale * (S_{t-1} + (u * k_t) v_t^T)^T q_t
 
 Glossary: S state ``[K, V]``; q, k queries and keys of width K; v values of width V; g log decay
 (none: linear attention; one a head: RetNet, Mamba-2; one a key, multiplying the rows of S: GLA);
-z normaliser, the same recurrence with v = 1.
+z normaliser, the same recurrence with v = 1; u bonus of a token for itself (RWKV-6); exclusive:
+reading S_{t-1}.
 
 Sources: Katharopoulos et al. 2020, "Transformers are RNNs", arXiv:2006.16236, equations 16 to 20;
 Sun et al. 2023, "Retentive network", arXiv:2307.08621, equation 6; Yang et al. 2024, "Gated linear
-attention", arXiv:2312.06635, equation 3.
+attention", arXiv:2312.06635, equation 3; Peng et al. 2024, "Eagle and Finch", arXiv:2404.05892,
+section 4 (bonus).
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import widths
-from edgelin.recurrences.linear import chunked
+from edgelin.recurrences.linear import chunked, delayed
 
 
 def linear(
@@ -36,6 +41,7 @@ def linear(
     state: Tensor,
     *,
     scale: float = 1.0,
+    bonus: Tensor | None = None,
     normalizer: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, ...]:
@@ -49,6 +55,8 @@ def linear(
             as -90.
         state: State before the first token ``[B, H, K, V]``, float32.
         scale: Factor of the output.
+        bonus: u ``[H, K]``, or None: the output reads the state after the write. Not together with
+            a normaliser.
         normalizer: Normaliser z before the first token ``[B, H, K]``, float32, or None.
         eps: Added to the denominator.
 
@@ -57,14 +65,21 @@ def linear(
         the dtype of ``v``, the state and the normaliser after the last token.
     """
     _check(q, k, v, g, state)
+    if bonus is not None and (normalizer is not None or bonus.shape != q.shape[2:]):
+        raise ValueError(f"bonus is {tuple(bonus.shape)}, need [H, K] and no normalizer")
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = torch.ops.edgelin.linear(q, k, v, g, state, scale)
+        result: tuple[Tensor, Tensor] = torch.ops.edgelin.linear(
+            q, k, v, g, state, scale, bonus is not None
+        )
         return result
 
     o, state = widths.run_fitting(run, q, k, v, g, state)
+    if bonus is not None:
+        own = scale * (q.to(state.dtype) * bonus.to(state.dtype) * k).sum(-1, keepdim=True)
+        o = (o + own * v).to(v.dtype)
     if normalizer is None:
         return o, state
     ones = torch.ones((*k.shape[:3], 1), dtype=normalizer.dtype, device=k.device)
@@ -85,20 +100,34 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> 
 
 @torch.library.custom_op("edgelin::linear", mutates_args=())
 def _linear(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence without the normaliser, on the device of its inputs."""
+    """The recurrence without normaliser and bonus, on the device of its inputs."""
     if q.is_cuda:
         from edgelin.recurrences.linear import kernel
 
+        if exclusive:
+            return delayed.forward(kernel.forward, (q, k, v, g), state, scale)
         return kernel.forward(q, k, v, g, state, scale)
-    o, final = chunked.forward(q, k, v, g, state, scale)
+    o, final = chunked.forward(q, k, v, g, state, scale, exclusive)
     return o.contiguous(), final.contiguous()
 
 
 @_linear.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return _empty(v), _empty(state)
 
@@ -113,25 +142,35 @@ def _linear_backward(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    exclusive: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g (empty without g) and state; recomputes what it needs."""
     if q.is_cuda:
         from edgelin.recurrences.linear import kernel_backward
 
-        return kernel_backward.backward(q, k, v, g, state, scale, do, dstate)
+        run = kernel_backward.backward
+        if exclusive:
+            return delayed.backward(run, (q, k, v, g), state, scale, do, dstate)
+        return run(q, k, v, g, state, scale, do, dstate)
     given = [x for x in (q, k, v, state, g) if x is not None]
     # torch.func: below the dispatcher's autograd keys, torch.autograd would record nothing.
-    pull: Any = torch.func.vjp(partial(_chunked, scale), *given)[1]
+    pull: Any = torch.func.vjp(partial(_chunked, scale, exclusive), *given)[1]
     grads = [grad.contiguous() for grad in pull((do, dstate))]
     dq, dk, dv, dinitial, dg = grads if g is not None else (*grads, torch.zeros(0))
     return dq, dk, dv, dg, dinitial
 
 
 def _chunked(
-    scale: float, q: Tensor, k: Tensor, v: Tensor, state: Tensor, g: Tensor | None = None
+    scale: float,
+    exclusive: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    g: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The chunked form with g last, where it may be absent."""
-    return chunked.forward(q, k, v, g, state, scale)
+    return chunked.forward(q, k, v, g, state, scale, exclusive)
 
 
 @_linear_backward.register_fake
@@ -144,6 +183,7 @@ def _(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    exclusive: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dg = q.new_empty(0, dtype=torch.float32) if g is None else _empty(g)
     return _empty(q), _empty(k), _empty(v), dg, _empty(state)
@@ -156,17 +196,17 @@ def _empty(like: Tensor) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep the inputs only: the backward recomputes all states."""
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, ctx.exclusive = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the six inputs."""
+    """Gradients of the seven inputs."""
     q, k, v, g, state = ctx.saved_tensors
     dq, dk, dv, dg, dinitial = torch.ops.edgelin.linear_backward(
-        q, k, v, g, state, ctx.scale, do, dstate
+        q, k, v, g, state, ctx.scale, do, dstate, ctx.exclusive
     )
-    return dq, dk, dv, None if g is None else dg, dinitial, None
+    return dq, dk, dv, None if g is None else dg, dinitial, None, None
 
 
 _linear.register_autograd(_backward, setup_context=_save)

@@ -1,6 +1,7 @@
 """Sequential form of the linear recurrence: the truth that every other form is tested against.
 
-S_t = exp(g_t) S_{t-1} + k_t v_t^T ;  o_t = scale * S_t^T q_t, one token after the other.
+S_t = exp(g_t) S_{t-1} + k_t v_t^T ;  o_t = scale * S_t^T q_t, one token after the other; exclusive:
+o_t = scale * S_{t-1}^T q_t.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from edgelin.recurrences import MIN_LOG_DECAY
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence token by token in the dtype of ``state`` (float64 included).
 
@@ -23,6 +30,7 @@ def forward(
         g: Log decay, None, ``[B, T, H]`` or ``[B, T, H, K]``.
         state: ``[B, H, K, V]``.
         scale: Factor of the output.
+        exclusive: Whether a token reads the state before its own decay and write.
 
     Returns:
         ``o`` ``[B, T, H, V]`` and the final state, both in the dtype of ``state``.
@@ -33,8 +41,10 @@ def forward(
         decay = decay[..., None] if g.dim() == 3 else decay
     outputs = []
     for t in range(q.shape[1]):
+        before = state
         if g is not None:
             state = decay[:, t, :, :, None] * state
         state = state + k[:, t, :, :, None] * v[:, t, :, None, :]
-        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        read = before if exclusive else state
+        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], read))
     return torch.stack(outputs, dim=1), state
