@@ -68,6 +68,17 @@ def _matrix(node: ir.Node, gate: int) -> dict[str, Any]:
     }
 
 
+def _linear(node: ir.Node) -> dict[str, Any]:
+    """Arguments of the linear recurrence."""
+    return {**_matrix(node, 3), "exclusive": bool(node.attributes.get_int("exclusive", 0))}
+
+
+def _low_rank(node: ir.Node) -> dict[str, Any]:
+    """Arguments of the diagonal plus low rank recurrence."""
+    matrix = _matrix(node, 5)
+    return {name: matrix[name] for name in ("heads", "key_dim", "scale")}
+
+
 def _convolution(node: ir.Node) -> dict[str, Any]:
     """Arguments of the short convolution."""
     channels, width = _shape(node, 1)
@@ -87,8 +98,9 @@ def _diagonal(node: ir.Node) -> dict[str, Any]:
 
 # Operator -> folder of its onnx.py and the function that reads the keyword arguments off a node.
 _ARGUMENTS: dict[str, tuple[str, Callable[[ir.Node], dict[str, Any]]]] = {
-    "linear": ("linear", lambda node: _matrix(node, 3)),
+    "linear": ("linear", _linear),
     "delta": ("delta", lambda node: _matrix(node, 4)),
+    "dplr": ("dplr", _low_rank),
     "diagonal": ("diagonal", _diagonal),
     "short_convolution": ("conv", _convolution),
 }

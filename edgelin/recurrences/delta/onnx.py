@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 import onnx_ir as ir
 
-from edgelin.recurrences.decay_graph import causal, head_decays, matrix_attention
+from edgelin.recurrences.decay_graph import (
+    causal,
+    head_decays,
+    matrix_attention,
+    unit_lower_inverse,
+)
 from edgelin.recurrences.graph import Graph
 
 Decay = Literal["none", "head"]
@@ -70,7 +74,7 @@ def plain(
         scores = graph.op("Mul", [scores, causal(graph)])
     beta = graph.op("Transpose", [beta], perm=[0, 2, 1])
     beta = graph.op("Unsqueeze", [beta, graph.ints(3)])
-    inverse = _unit_lower_inverse(graph, graph.op("Mul", [gram, beta]))
+    inverse = unit_lower_inverse(graph, graph.op("Mul", [gram, beta]), sign=1)
     v = graph.op("Transpose", [v], perm=[0, 2, 1, 3])
     missing = graph.op("Mul", [graph.op("Sub", [v, erase]), beta])
     writes = graph.op("MatMul", [inverse, missing])
@@ -110,46 +114,3 @@ def _halves(graph: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The rows of the keys and those of the queries."""
     first, second = graph.op("Split", [x], outputs=2, axis=2, num_outputs=2)
     return first, second
-
-
-def _quarters(graph: Graph) -> tuple[ir.Value, ir.Value]:
-    """The identity ``[T, T]`` and minus the lower left quarters of every block size.
-
-    Quarters ``[L, 1, 1, T, T]``: blocks of 2, 4, ... tokens; together all cells below the diagonal.
-    """
-    size = graph.chunk
-    i, j = np.arange(size)[:, None], np.arange(size)[None, :]
-    levels = [
-        -1.0 * ((i // (2 * s) == j // (2 * s)) & (i // s > j // s))
-        for s in (2**level for level in range((size - 1).bit_length()))
-    ]
-    ends = [[t, t] for t in range(size + 1)]
-    return graph.shared(
-        "delta.quarters",
-        lambda: (
-            graph.cut_to_time(np.eye(size), ends, (0, 1)),
-            graph.cut_to_time(np.stack(levels)[:, None, None], ends, (3, 4)),
-        ),
-    )
-
-
-def _unit_lower_inverse(graph: Graph, lower: ir.Value) -> ir.Value:
-    """Inverse of I + the part of ``lower`` ``[B, H, T, T]`` below the diagonal.
-
-    The block recursion of ``chunked.unit_lower_inverse``; every level runs at every T, since a
-    graph cannot leave one out.
-    """
-    eye, quarters = _quarters(graph)
-    count = (graph.chunk - 1).bit_length()
-    split = graph.op(
-        "Split",
-        [graph.op("Mul", [lower, quarters])],
-        outputs=count,
-        axis=0,
-        num_outputs=count,
-    )
-    inverse = graph.op("Add", [eye, split[0]])
-    for quarter in split[1:]:
-        step = graph.op("MatMul", [inverse, graph.op("MatMul", [quarter, inverse])])
-        inverse = graph.op("Add", [inverse, step])
-    return graph.op("Squeeze", [inverse, graph.ints(0)])  # type: ignore[no-any-return]
