@@ -11,7 +11,8 @@ A model is a list of layers, each the name of a mixer, and a table of mixers::
     type = "gated_deltanet"
     num_heads = 6
 
-``type`` names a file of :mod:`edgelin.mixers`; its ``Config`` dataclass reads the other keys.
+``type`` names a file of :mod:`edgelin.mixers`; its ``Config`` dataclass reads the other keys. A
+model of measurements has a table ``model.features`` in the place of ``vocab_size``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ C = TypeVar("C")
 
 _MOST_WORDS = 1 << 20
 _MOST_WIDTH = 1 << 20
+HEADS = ("step", "sequence")
+TASKS = ("classification", "regression")
 _MOST_LAYERS = 1024
 _MOST_STEPS = 99_999_999  # snapshots are named by eight digits
 _MOST_SEED = (1 << 31) - 1  # the seed of a step is seed * 2^32 + step, below 2^63
@@ -53,25 +56,62 @@ def check_range(name: str, value: float, least: float, most: float | None = None
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of a language model and the mixer of every layer.
+class FeatureConfig:
+    """A stream of measurements in the place of tokens, and what is told of it.
 
     Args:
-        vocab_size: Rows of the token embedding.
+        size: Numbers F of a step.
+        outputs: Numbers that the head gives: scores of the classes, or the values of a regression.
+        head: ``step``, an answer for every step; ``sequence``, an answer for all that was read so
+            far, from the mean of the stream.
+        task: ``classification`` or ``regression``.
+        labels: Names of the classes; empty: they are numbered.
+    """
+
+    size: int
+    outputs: int
+    head: str = "step"
+    task: str = "classification"
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_range("model.features.size", self.size, 1, _MOST_WIDTH)
+        check_range("model.features.outputs", self.outputs, 1, _MOST_WIDTH)
+        for name, allowed in (("head", HEADS), ("task", TASKS)):
+            if getattr(self, name) not in allowed:
+                raise EdgelinError(
+                    f"model.features.{name} is {getattr(self, name)!r}; "
+                    f"allowed: {', '.join(allowed)}"
+                )
+        if self.labels and len(self.labels) != self.outputs:
+            raise EdgelinError(
+                f"model.features.labels has {len(self.labels)} names for {self.outputs} outputs; "
+                f"give a name each, or none"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a sequence model and the mixer of every layer.
+
+    Args:
         hidden_size: Width of the residual stream.
         intermediate_size: Width inside the gated MLP.
         layers: For every layer the name of its mixer in ``mixers``.
         mixers: Name to mixer table; each has ``type`` and the keys of that mixer's ``Config``.
+        vocab_size: Rows of the token embedding; 0 with ``features``.
+        features: What the stream is if not text.
         tie_word_embeddings: Whether the head shares the embedding matrix.
         rms_norm_eps: Added to the mean square in every RMSNorm.
         dropout: Probability of dropping a residual branch's element while training.
     """
 
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
     layers: tuple[str, ...]
     mixers: dict[str, dict[str, Any]]
+    vocab_size: int = 0
+    features: FeatureConfig | None = None
     tie_word_embeddings: bool = True
     rms_norm_eps: float = 1e-6
     dropout: float = 0.0
@@ -80,7 +120,13 @@ class ModelConfig:
         if not self.layers:
             raise EdgelinError("model.layers is empty; name at least one mixer of model.mixers")
         check_range("the number of model.layers", len(self.layers), 1, _MOST_LAYERS)
-        check_range("model.vocab_size", self.vocab_size, 1, _MOST_WORDS)
+        if self.features is None:
+            check_range("model.vocab_size", self.vocab_size, 1, _MOST_WORDS)
+        elif self.vocab_size:
+            raise EdgelinError(
+                "model has both vocab_size and features; a stream is tokens or measurements: "
+                "leave one out"
+            )
         check_range("model.hidden_size", self.hidden_size, 1, _MOST_WIDTH)
         check_range("model.intermediate_size", self.intermediate_size, 1, _MOST_WIDTH)
         if not 0 < self.rms_norm_eps < 1:
@@ -336,6 +382,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 __all__ = [
     "DataConfig",
+    "FeatureConfig",
     "ModelConfig",
     "OptimConfig",
     "RunConfig",

@@ -78,6 +78,54 @@ class GatedMLP(nn.Module):
         return y
 
 
+class FeatureProjection(nn.Module):
+    """Features into the stream: proj((x - mean) * scale).
+
+    ``mean`` and ``scale`` are those of the training data, so that a model reads raw measurements.
+
+    Args:
+        size: Features F of a step.
+        hidden_size: Width of the stream.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size))
+        self.proj = nn.Linear(size, hidden_size)
+
+    def reset_parameters(self) -> None:
+        """Normalised features make a stream of unit variance."""
+        nn.init.normal_(self.proj.weight, std=self.proj.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., F]` to `[..., hidden_size]`."""
+        y: Tensor = self.proj((x - self.mean) * self.scale)
+        return y
+
+
+def running_mean(x: Tensor, mean: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """m_t = m_{t-1} + (x_t - m_{t-1}) / t, the mean over all steps so far.
+
+    Args:
+        x: `[B, T, D]`.
+        mean: The mean before the first step `[B, D]`.
+        position: Steps before the first `[B]` int64.
+
+    Returns:
+        The mean at every step `[B, T, D]` in the dtype of ``x``, and the last one.
+    """
+    count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+    full = x.to(mean.dtype)
+    # the old mean plus a correction: position times mean would round it away in a long stream
+    excess = full.cumsum(1) - count * mean[:, None]
+    means = mean[:, None] + excess / (position[:, None, None] + count)
+    return means.to(x.dtype), means[:, -1]
+
+
 def l2_norm(x: Tensor, *, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last axis, as an RMSNorm (one ONNX node)."""
     size = x.shape[-1]
@@ -151,6 +199,7 @@ def _keep_last_fake(hidden: Tensor) -> Tensor:
 
 
 __all__ = [
+    "FeatureProjection",
     "GatedMLP",
     "GatedRMSNorm",
     "RMSNorm",
@@ -159,5 +208,6 @@ __all__ = [
     "l2_norm",
     "rotary_angles",
     "rotate",
+    "running_mean",
     "token_shift",
 ]

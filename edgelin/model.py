@@ -1,9 +1,10 @@
-"""The language model: token embedding, blocks of a mixer and a gated MLP, head.
+"""The model: token embedding or feature projection, blocks of a mixer and a gated MLP, head.
 
     x = x + drop(mixer(norm(x)));  x = x + drop(mlp(norm(x)));  logits = norm(x) @ E^T
 
-``forward(input_ids, state) -> (logits, state)`` is the only form: any T for training and prefill,
-T = 1 for a step. All states are arguments and results, described by :meth:`state_specs`.
+``forward(inputs, state) -> (outputs, state)`` is the only form: any T for training and prefill,
+T = 1 for a step. All states are arguments and results, described by :meth:`state_specs`. A head for
+whole sequences reads the mean of norm(x) over all steps so far, which is a state too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from edgelin import mixers
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.layers import GatedMLP, RMSNorm, keep_last
+from edgelin.layers import FeatureProjection, GatedMLP, RMSNorm, keep_last, running_mean
 from edgelin.state import StateSpec
 
 _INIT_STD = 0.02
@@ -75,6 +76,8 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
     """
     mixers.check(config)
     numbers = config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
+    if config.features is not None:
+        numbers = (config.features.size + config.features.outputs + 2) * config.hidden_size
     if memory is None and numbers + _most_in_blocks(config) < _SURELY_FITS:
         return  # torch takes seconds to load what counts without memory
     with torch.device("meta"):  # sizes without memory
@@ -112,7 +115,7 @@ def _machine_memory() -> int:
 
 
 class SequenceModel(nn.Module):
-    """A causal language model with a state of fixed size.
+    """A causal model of token or feature streams with a state of fixed size.
 
     Args:
         config: Sizes and the mixer of every layer.
@@ -125,17 +128,26 @@ class SequenceModel(nn.Module):
         super().__init__()
         check_size(config)
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.features is None:
+            self.embedding: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            self.embedding = FeatureProjection(config.features.size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(len(config.layers)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if not config.tie_word_embeddings:
+        if config.features is not None:
+            self.head = nn.Linear(config.hidden_size, config.features.outputs)
+        elif not config.tie_word_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._initialise()
 
     def state_specs(self) -> list[StateSpec]:
-        """Every state, in layer order; then ``position`` if a mixer needs it."""
+        """Every state, in layer order; then ``pool`` and ``position`` if something needs them."""
         specs = [spec for block in self._layers() for spec in block.mixer.state_specs()]
-        if any(getattr(block.mixer, "needs_position", False) for block in self._layers()):
+        if self._pools:
+            specs.append(StateSpec("pool", None, (self.config.hidden_size,), "batch channels"))
+        if self._pools or any(
+            getattr(block.mixer, "needs_position", False) for block in self._layers()
+        ):
             specs.append(StateSpec("position", None, (), "batch", dtype="int64", initial=0))
         return specs
 
@@ -148,7 +160,7 @@ class SequenceModel(nn.Module):
             batch: Rows B.
             device: Where to make them; None: where the weights are.
         """
-        weight = self.embedding.weight
+        weight = self.norm.weight
         state = {}
         for spec in self.state_specs():
             dtype = getattr(torch, spec.dtype)
@@ -160,55 +172,66 @@ class SequenceModel(nn.Module):
         return state
 
     def forward(
-        self, input_ids: Tensor, state: dict[str, Tensor] | None = None
+        self, inputs: Tensor, state: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Predict the next token at every position.
+        """Predict the next token, or answer, at every position.
 
         Args:
-            input_ids: `[B, T]` int64 tokens.
+            inputs: `[B, T]` int64 tokens, or `[B, T, F]` features.
             state: The states before the first of them; None: the initial ones.
 
         Returns:
-            logits: `[B, T, vocab]` float32.
-            state: The states after the last token, keyed as ``state_specs`` says.
+            outputs: `[B, T, vocab]` logits, or `[B, T, outputs]`, float32.
+            state: The states after the last step, keyed as ``state_specs`` says.
         """
-        hidden, state = self.hidden(input_ids, state)
+        hidden, state = self.hidden(inputs, state)
         return self.logits(hidden), state
 
     def hidden(
-        self, input_ids: Tensor, state: dict[str, Tensor] | None = None
+        self, inputs: Tensor, state: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As :meth:`forward`, but the normalised stream `[B, T, d]` that :meth:`logits` takes."""
+        """As :meth:`forward`, but the stream `[B, T, d]` that :meth:`logits` takes."""
+        batch, time = inputs.shape[:2]
         if state is None:
-            state = self.initial_state(input_ids.shape[0], input_ids.device)
+            state = self.initial_state(batch, inputs.device)
         position = state.get("position")
         if position is None:
-            position = torch.zeros_like(input_ids[:, 0])
-        x = self.embedding(input_ids)
+            position = inputs.new_zeros(batch, dtype=torch.int64)
+        x = self.embedding(inputs)
         after: dict[str, Tensor] = {}
         shared: dict[str, Tensor] = {}
         for block in self._layers():
             own = {spec.name: state[spec.name] for spec in block.mixer.state_specs()}
             x, own = block(x, own, position, shared)
             after |= own
+        if self._pools:
+            x, after["pool"] = running_mean(self.norm(x), state["pool"], position)
         if "position" in state:
-            after["position"] = position + input_ids.shape[1]
-        return self.norm(keep_last(x)), after
+            after["position"] = position + time
+        return keep_last(x) if self._pools else self.norm(keep_last(x)), after
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head: `[..., d]` from :meth:`hidden` to `[..., vocab]`, float32 (or float64)."""
-        logits = F.linear(hidden, self.head_weight)
+        """The head: `[..., d]` from :meth:`hidden` to `[..., outputs]`, float32 (or float64)."""
+        features = self.config.features is not None
+        logits = self.head(hidden) if features else F.linear(hidden, self.head_weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @property
     def head_weight(self) -> Tensor:
-        """`[vocab, d]` weight of the head: the embedding's where they are tied."""
-        tied = self.config.tie_word_embeddings
-        return self.embedding.weight if tied else self.head.weight
+        """`[outputs, d]` weight of the head: the embedding's where they are tied."""
+        tied = self.config.tie_word_embeddings and self.config.features is None
+        weight: Tensor = (self.embedding if tied else self.head).weight  # type: ignore[assignment]
+        return weight
 
     def num_parameters(self) -> int:
         """Trainable numbers; a tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
+
+    @property
+    def _pools(self) -> bool:
+        """Whether the head reads the mean over all steps so far."""
+        features = self.config.features
+        return features is not None and features.head == "sequence"
 
     def _layers(self) -> list[Block]:
         """The blocks with their type, which ModuleList forgets."""
@@ -223,6 +246,8 @@ class SequenceModel(nn.Module):
                 nn.init.normal_(module.weight, std=_INIT_STD / depth**0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if isinstance(self.embedding, FeatureProjection):
+            self.embedding.reset_parameters()
         for block in self._layers():
             if hasattr(block.mixer, "reset_parameters"):
                 block.mixer.reset_parameters()
