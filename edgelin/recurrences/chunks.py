@@ -15,11 +15,11 @@ R = TypeVar("R")
 
 
 def full_precision(form: Callable[P, R]) -> Callable[P, R]:
-    """Run a form on the CPU outside autocast, which would turn its products to bfloat16."""
+    """Run a form outside autocast, which would turn its products to bfloat16."""
 
     @functools.wraps(form)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return form(*args, **kwargs)
 
     return run

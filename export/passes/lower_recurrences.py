@@ -90,9 +90,9 @@ def _convolution(node: ir.Node) -> dict[str, Any]:
     }
 
 
-def _diagonal(node: ir.Node) -> dict[str, Any]:
-    """Arguments of the diagonal recurrence."""
-    _, channels, size = _shape(node, 5)[:3]
+def _channels(node: ir.Node) -> dict[str, Any]:
+    """Arguments of the recurrences with N states a channel; the state is the last input."""
+    _, channels, size = _shape(node, len(node.inputs) - 1)[:3]
     return {"channels": channels, "state_dim": size}
 
 
@@ -101,7 +101,8 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[ir.Node], dict[str, Any]]]] = {
     "linear": ("linear", _linear),
     "delta": ("delta", lambda node: _matrix(node, 4)),
     "dplr": ("dplr", _low_rank),
-    "diagonal": ("diagonal", _diagonal),
+    "diagonal": ("diagonal", _channels),
+    "lti": ("lti", _channels),
     "short_convolution": ("conv", _convolution),
 }
 OPERATORS = tuple(_ARGUMENTS)

@@ -22,6 +22,7 @@ import onnx_ir as ir
 
 from edgelin.recurrences.decay_graph import floored, linear_attention
 from edgelin.recurrences.graph import Graph
+from edgelin.recurrences.toeplitz_graph import mix
 
 
 def plain(
@@ -153,7 +154,8 @@ def _constant(
     first = op("Gather", [powers, graph.const(1, np.int64)])
     last = op("Gather", [powers, graph.time_scalar()])
     read = op("Mul", [state, op("Mul", [c, first])])
-    y, written = _mix(graph, x, powers, _taps(graph, powers, op("Mul", [b, c])), read, sizes)
+    taps = _taps(graph, powers, op("Mul", [b, c]))
+    y, written = mix(graph, x, taps, (powers, powers), read, sizes)
     return y, op("Add", [op("Mul", [state, last]), op("Mul", [written, b])])
 
 
@@ -176,7 +178,8 @@ def _complex_constant(
     real, imag = _times(graph, c_pair, first)
     straight = op("Mul", [op("Concat", h, axis=2), op("Concat", [real, op("Neg", [real])], axis=1)])
     crossed = op("Mul", [op("Concat", h[::-1], axis=2), op("Concat", [imag, imag], axis=1)])
-    y, written = _mix(graph, x, powers, taps, op("Sub", [straight, crossed]), sizes)
+    read = op("Sub", [straight, crossed])
+    y, written = mix(graph, x, taps, (powers, powers), read, sizes)
     kept = _times(graph, last, h)
     added = _times(graph, b_pair, _halves(graph, written, 2))
     after = [op("Add", [k, v]) for k, v in zip(kept, added, strict=True)]
@@ -213,63 +216,6 @@ def _taps(graph: Graph, powers: ir.Value, weights: ir.Value) -> ir.Value:
     mask = np.ones((graph.chunk + 1, 1))
     mask[-1] = 0
     return op("Mul", [sums, graph.const(mask)])  # type: ignore[no-any-return]
-
-
-def _mix(
-    graph: Graph,
-    x: ir.Value,
-    powers: ir.Value,
-    taps: ir.Value,
-    read: ir.Value,
-    sizes: tuple[int, int],
-) -> tuple[ir.Value, ir.Value]:
-    """y ``[B, T, D]`` and sum_j Λ^{T-1-j} x_j ``[B, D, N or 2 N]``; ``read`` is c Λ h.
-
-    Products, then sums: a MatMul of D small matrices takes 3 times as long at T = 1. The sum over
-    time is a product with ones, because onnxruntime's ReduceSum over it is 10 times slower.
-    """
-    op = graph.op
-    channels, width = sizes
-    lags, backward, ones, ends = graph.shared("diagonal_lags", lambda: _lags(graph))
-    rows = op("Slice", [powers, graph.ints(0), ends, graph.ints(0)])
-    carried = op("Mul", [rows, op("Unsqueeze", [read, graph.ints(1)])])
-    carried = op("ReduceSum", [carried, graph.ints(3)], keepdims=0)
-    toeplitz = op("Gather", [taps, lags], axis=0)  # [T, T, D]
-    within = op("Mul", [toeplitz, op("Unsqueeze", [x, graph.ints(1)])])
-    within = op("ReduceSum", [within, graph.ints(2)], keepdims=0)
-    latest_first = op("Gather", [x, backward], axis=1)
-    written = op("Mul", [rows, op("Unsqueeze", [latest_first, graph.ints(3)])])
-    flat = op("Reshape", [written, graph.ints(0, 0, channels * width)])
-    written = op("Reshape", [op("MatMul", [ones, flat]), graph.ints(0, channels, width)])
-    return op("Add", [within, carried]), written
-
-
-def _lags(graph: Graph) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """Rows of the taps ``[T, T]``, the times T - 1 .. 0, ones ``[1, T]``, and T as ``[1]``."""
-    chunk = graph.chunk
-    steps = np.arange(chunk)
-    lags = steps[:, None] - steps
-    lags[lags < 0] = chunk
-    by_time = np.arange(chunk + 1)
-    ends = graph.by_time(by_time[:, None])
-    square = graph.op(
-        "Slice",
-        [
-            graph.const(lags, np.int64),
-            graph.ints(0, 0),
-            graph.by_time(np.stack([by_time, by_time], axis=1)),
-        ],
-    )
-    backward = graph.op(
-        "Slice",
-        [
-            graph.const(steps[::-1], np.int64),
-            graph.by_time(chunk - by_time[:, None]),
-            graph.ints(chunk),
-        ],
-    )
-    ones = graph.cut_to_time(np.ones((1, chunk)), by_time[:, None], (1,))
-    return square, backward, ones, ends
 
 
 # ---- selective weights

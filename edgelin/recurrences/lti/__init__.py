@@ -1,0 +1,89 @@
+"""Linear time-invariant recurrence with a dense transition: the discrete state-space model.
+
+Equation, per channel d with N states:
+
+    h_t = A h_{t-1} + B x_t
+    y_t = C h_t
+
+Glossary: x input, one number a channel; h state ``[D, N]``; A transition ``[N, N]``, B input and C
+output weights ``[N]``, all constant and a channel each. :mod:`.discretise` makes A and B of a
+continuous system. A skip connection from x to y is the caller's.
+
+The parallel form is a convolution with the taps C A^l B, by torch.fft on any device: cuFFT is a
+well kept library, so there is no kernel of our own for GPUs.
+
+Sources: Gu et al. 2021, "Combining recurrent, convolutional, and continuous-time models with
+linear state-space layers" (LSSL), arXiv:2110.13985, equations 3 to 5; Gu et al. 2022, "Efficiently
+modeling long sequences with structured state spaces" (S4), arXiv:2111.00396, equations 3 to 5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgelin.recurrences.lti import chunked
+
+
+def lti(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over a stretch of tokens, of any length from 1.
+
+    Args:
+        x: Inputs ``[B, T, D]``, float32 or bfloat16 (or float64).
+        a: Discrete transition A ``[D, N, N]``. Float64 pays: its error grows with every token.
+        b: Discrete input weights B ``[D, N]``.
+        c: Output weights C ``[D, N]``.
+        state: State before the first token ``[B, D, N]``, float32.
+
+    Returns:
+        ``(y, state)``: outputs ``[B, T, D]`` in the dtype of ``x``, the state after the last token.
+    """
+    size = state.shape[-1]
+    if a.shape != (*b.shape, size) or c.shape != b.shape or state.shape[1:] != b.shape:
+        shapes = ", ".join(str(tuple(v.shape)) for v in (a, b, c, state))
+        raise ValueError(f"a, b, c, state are {shapes}; need [D, N, N], [D, N], [D, N], [B, D, N]")
+    result: tuple[Tensor, Tensor] = torch.ops.edgelin.lti(x, a, b, c, state)
+    return result
+
+
+@torch.library.custom_op("edgelin::lti", mutates_args=())
+def _lti(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The convolution form, on any device."""
+    return chunked.forward(x, a, b, c, state)
+
+
+@_lti.register_fake
+def _(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("edgelin::lti_backward", mutates_args=())
+def _lti_backward(
+    x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, dy: Tensor, dstate: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the five inputs; recomputes all but the inputs."""
+    return chunked.backward(x, a, b, c, state, dy, dstate)
+
+
+@_lti_backward.register_fake
+def _(
+    x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, dy: Tensor, dstate: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx, da, db, dc, dinitial = (v.new_empty(v.shape) for v in (x, a, b, c, state))
+    return dx, da, db, dc, dinitial
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep the inputs and nothing else."""
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, dy: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
+    """Gradients in the order of the op's inputs."""
+    grads: tuple[Tensor, ...] = torch.ops.edgelin.lti_backward(*ctx.saved_tensors, dy, dstate)
+    return grads
+
+
+_lti.register_autograd(_gradients, setup_context=_save)
