@@ -60,6 +60,33 @@ class GatedRMSNorm(nn.Module):
         return y
 
 
+class GroupedGatedRMSNorm(nn.Module):
+    """RMSNorm(x * silu(gate)) in groups: the gate comes before the norm, as in Mamba-2.
+
+    Source: Dao and Gu 2024, "Transformers are SSMs", arXiv:2405.21060, section 7.1.
+
+    Args:
+        size: Length of the last axis.
+        groups: Equal parts of it, each with a mean square of its own; the weight is `[size]`.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.groups, self.width, self.eps = groups, size // groups, eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Gate and normalise `[..., size]`; ``gate`` has the shape of ``x``; its dtype stays."""
+        full = at_least_float32(x) * F.silu(at_least_float32(gate))
+        weight = self.weight.to(full.dtype)
+        if self.groups == 1:
+            return F.rms_norm(full, (self.width,), weight, self.eps).to(x.dtype)
+        parts = full.unflatten(-1, (self.groups, self.width))
+        unit = F.rms_norm(parts, (self.width,), torch.ones_like(weight[: self.width]), self.eps)
+        return (unit.flatten(-2) * weight).to(x.dtype)
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), "SwiGLU" (Shazeer 2020, arXiv:2002.05202, eq. 6).
 
@@ -202,6 +229,7 @@ __all__ = [
     "FeatureProjection",
     "GatedMLP",
     "GatedRMSNorm",
+    "GroupedGatedRMSNorm",
     "RMSNorm",
     "at_least_float32",
     "keep_last",

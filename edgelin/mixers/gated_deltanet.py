@@ -11,13 +11,13 @@ section 3.4; decay parameters as in Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from edgelin.initial import step_bias
 from edgelin.layers import GatedRMSNorm, at_least_float32, l2_norm
 from edgelin.mixers import HeadSizes, check_sizes
 from edgelin.recurrences.conv import short_convolution
@@ -68,7 +68,7 @@ class Mixer(nn.Module):
         self.beta_decay_proj = nn.Linear(hidden_size, heads * (1 + self.decays), bias=False)
         if self.decays:
             self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
-            self.dt_bias = nn.Parameter(_initial_dt_bias(heads))
+            self.dt_bias = nn.Parameter(step_bias(heads))
         self.norm = GatedRMSNorm(config.value_dim, norm_eps)
         self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
 
@@ -109,10 +109,3 @@ class Mixer(nn.Module):
         beta, a = gates.chunk(2, dim=-1)
         rate = at_least_float32(self.A_log).exp()
         return beta.sigmoid(), -rate * F.softplus(a + at_least_float32(self.dt_bias))
-
-
-def _initial_dt_bias(heads: int) -> Tensor:
-    """Softplus-inverse of steps drawn log-uniformly from [0.001, 0.1], as in Mamba-2."""
-    low, high = math.log(1e-3), math.log(1e-1)
-    dt = torch.empty(heads).uniform_(low, high).exp()
-    return dt + torch.log(-torch.expm1(-dt))
