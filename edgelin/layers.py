@@ -87,6 +87,31 @@ class GroupedGatedRMSNorm(nn.Module):
         return (unit.flatten(-2) * weight).to(x.dtype)
 
 
+class HeadLayerNorm(nn.Module):
+    """LayerNorm of each head, weight and bias a channel: GroupNorm with a group a head.
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias (Wu and He 2018, arXiv:1803.08494, eq. 1).
+
+    Args:
+        heads: Number of heads.
+        size: Length of the last axis, one head's values.
+        eps: Added to the variance.
+    """
+
+    def __init__(self, heads: int, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(heads * size))
+        self.bias = nn.Parameter(torch.zeros(heads * size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., heads, size]` and join the heads: `[..., heads * size]`."""
+        full = at_least_float32(x)
+        y = F.layer_norm(full, (self.size,), eps=self.eps).flatten(-2)
+        y = y * self.weight.to(full.dtype) + self.bias.to(full.dtype)
+        return y.to(x.dtype)
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), "SwiGLU" (Shazeer 2020, arXiv:2002.05202, eq. 6).
 
@@ -229,6 +254,7 @@ __all__ = [
     "FeatureProjection",
     "GatedMLP",
     "GatedRMSNorm",
+    "HeadLayerNorm",
     "GroupedGatedRMSNorm",
     "RMSNorm",
     "at_least_float32",
