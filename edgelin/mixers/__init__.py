@@ -51,7 +51,7 @@ def check_sizes(config: Any, *names: str, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Sizes of a mixer whose state is a matrix a head; every field is at least 1.
+    """Sizes of a mixer whose state is a matrix a head; every integer is at least 1.
 
     Args:
         num_heads: Heads H.
@@ -64,7 +64,7 @@ class HeadSizes:
     value_dim: int
 
     def __post_init__(self) -> None:
-        check_sizes(self, *vars(self))
+        check_sizes(self, *(name for name, value in vars(self).items() if type(value) is int))
 
     def matrix_spec(self, layer: int) -> StateSpec:
         """The matrix S as a state of this layer."""
