@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -9,6 +10,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from edgelin.recurrences.exporting import is_exporting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,6 +26,13 @@ def full_precision(form: Callable[P, R]) -> Callable[P, R]:
             return form(*args, **kwargs)
 
     return run
+
+
+def outside_autocast(device: str) -> contextlib.AbstractContextManager[None]:
+    """No autocast: it would round products to bfloat16. Never on in an export."""
+    if is_exporting():
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

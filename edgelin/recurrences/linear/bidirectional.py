@@ -11,13 +11,10 @@ Source: Katharopoulos et al. 2020, "Transformers are RNNs", arXiv:2006.16236, eq
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
 
-from edgelin.recurrences.chunks import compute_dtype
-from edgelin.recurrences.exporting import is_exporting
+from edgelin.recurrences.chunks import compute_dtype, outside_autocast
 
 
 def bidirectional(
@@ -47,7 +44,7 @@ def bidirectional(
     """
     _check(q, k, v, mask)
     dtype = compute_dtype(q, k, v)
-    with _outside_autocast(q.device.type):
+    with outside_autocast(q.device.type):
         queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
         queries = queries * scale  # after the cast: a bfloat16 product would be rounded
         if mask is not None:
@@ -67,10 +64,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"q, k, v are {shapes}, need [B, T, H, K] twice and [B, T, H, V]")
     if mask is not None and (mask.dim() != 2 or mask.dtype != torch.bool):
         raise ValueError(f"mask is {tuple(mask.shape)} of {mask.dtype}, need bool [B, T]")
-
-
-def _outside_autocast(device: str) -> contextlib.AbstractContextManager[None]:
-    """No autocast: it would round the sums over a sequence to bfloat16. Never on in an export."""
-    if is_exporting():
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
