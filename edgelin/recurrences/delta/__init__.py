@@ -1,26 +1,31 @@
-"""Delta rule (DeltaNet) and gated delta rule (Gated DeltaNet).
+"""Delta rule (DeltaNet) and gated delta rule (Gated DeltaNet, Kimi Delta Attention).
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - (e^{g_t} S_{t-1})^T k_t)^T
     o_t = scale * S_t^T q_t
 
 S is the matrix state, k the key under which the value v is written, beta the share of the old
 value that is overwritten (0 keeps it, 1 replaces it, 2 mirrors it), g the log decay (absent in
-DeltaNet) and q the query. Keys usually come with unit length; nothing here needs it.
+DeltaNet, one a head in Gated DeltaNet, one a key in KDA, where e^{g_t} is Diag(e^{g_t}) and
+multiplies the rows of S) and q the query. Keys usually come with unit length; nothing here needs
+it.
 
 Sources: Schlag et al. 2021, "Linear Transformers Are Secretly Fast Weight Programmers", eq. 23-25;
 Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length";
-Yang et al. 2024, "Gated Delta Networks", eq. 10.
+Yang et al. 2024, "Gated Delta Networks", eq. 10; Kimi Team 2025, "Kimi Linear", arXiv:2510.26692,
+eq. 1.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from edgelin.recurrences import widths
 from edgelin.recurrences.delta import chunked
+from edgelin.recurrences.dplr import dplr
+from edgelin.recurrences.exporting import is_exporting
 
 
 def delta(
@@ -35,18 +40,28 @@ def delta(
 ) -> tuple[Tensor, Tensor]:
     """Run the (gated) delta rule over a stretch of tokens.
 
+    With a decay a key the token's transition, (I - beta k k^T) Diag(e^g), is a diagonal plus a
+    product of two vectors: :func:`edgelin.recurrences.dplr.dplr` computes that exactly
+    (:func:`edgelin.recurrences.delta.chunked.low_rank`). A model that is exported keeps this
+    op, which one ONNX operator computes.
+
     Args:
         q: Queries `[B, T, H, K]`.
         k: Keys `[B, T, H, K]`.
         v: Values `[B, T, H, V]`.
         beta: Writing strengths `[B, T, H]`.
-        g: Log decays `[B, T, H]`, clamped from below at -90, or None for no decay.
+        g: Log decays `[B, T, H]` or `[B, T, H, K]`, clamped from below at -90, or None for no
+            decay.
         state: State before the first token `[B, H, K, V]`, float32 (float64 with float64 values).
         scale: Factor of the outputs.
 
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
     """
+
+    if _by_key(g) and not is_exporting():
+        write, a, b = chunked.low_rank(k, beta, g)
+        return dplr(q, write, v, a, b, g, state, scale=scale)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
@@ -55,6 +70,11 @@ def delta(
         return result
 
     return widths.run_fitting(run, q, k, v, g, state)
+
+
+def _by_key(g: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether every key has a decay of its own."""
+    return g is not None and g.dim() == 4
 
 
 @torch.library.custom_op("edgelin::delta", mutates_args=())
@@ -67,8 +87,8 @@ def _delta(
     state: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Kernel on CUDA tensors, chunked form elsewhere."""
-    if v.is_cuda:
+    """Kernel on CUDA tensors, chunked form elsewhere and for a decay a key."""
+    if v.is_cuda and not _by_key(g):
         from edgelin.recurrences.delta import kernel
 
         return kernel.forward(q, k, v, beta, g, state, scale)
@@ -88,7 +108,7 @@ def _delta_backward(
     dstate: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, g (empty without g) and state; recomputes all but the inputs."""
-    if v.is_cuda:
+    if v.is_cuda and not _by_key(g):
         from edgelin.recurrences.delta import kernel_backward
 
         return kernel_backward.backward(q, k, v, beta, g, state, scale, do, dstate)

@@ -26,6 +26,7 @@ from edgelin.recurrences.chunks import (
     split,
     unit_lower_inverse,
 )
+from edgelin.recurrences.dplr import chunked as dplr_chunked
 
 
 @full_precision
@@ -39,6 +40,9 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[B, T, H, V]` in the dtype of ``v`` and the new state; differentiable."""
+    if g is not None and g.dim() == 4:
+        write, a, b = low_rank(k, beta, g)
+        return dplr_chunked.forward(q, write, v, a, b, g, state, scale)
     time = v.shape[1]
     dtype = compute_dtype(v)
     size = min(CHUNK, time)
@@ -88,6 +92,22 @@ def backward(
     gradients = torch.func.vjp(run, q, k, v, beta, state, *decay)[1]
     dq, dk, dv, dbeta, ds, *dg = (x.contiguous() for x in gradients((do, dstate)))
     return dq, dk, dv, dbeta, dg[0] if dg else state.new_empty(0), ds
+
+
+def low_rank(k: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The delta rule with a decay a key as arguments k, a and b of the recurrence ``dplr``.
+
+    With D = Diag(e^g): D S + beta k (v - (D S)^T k)^T = D S - beta k (D k)^T S + beta k v^T, since
+    D is symmetric. So a = D k reads, b = -beta k removes, and beta k is the key of the write.
+
+    Args:
+        k: Keys `[B, T, H, K]`, whose dtype the results have.
+        beta: Writing strengths `[B, T, H]`.
+        g: Log decays `[B, T, H, K]`.
+    """
+    write = (beta[..., None] * k).to(k.dtype)
+    read = (g.clamp(min=MIN_LOG_DECAY).exp() * k).to(k.dtype)
+    return write, read, -write
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor]:

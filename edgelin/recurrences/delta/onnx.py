@@ -13,13 +13,15 @@ import onnx_ir as ir
 
 from edgelin.recurrences.decay_graph import (
     causal,
+    floored,
     head_decays,
     matrix_attention,
     unit_lower_inverse,
 )
+from edgelin.recurrences.dplr import onnx as dplr_onnx
 from edgelin.recurrences.graph import Graph
 
-Decay = Literal["none", "head"]
+Decay = Literal["none", "head", "key"]
 
 
 def plain(
@@ -45,17 +47,22 @@ def plain(
         k: Keys ``[B, T, H, K]``.
         v: Values ``[B, T, H, V]``.
         beta: Writing strengths ``[B, T, H]``.
-        g: Log decays ``[B, T, H]``, or None.
+        g: Log decays, None, ``[B, T, H]`` or ``[B, T, H, K]`` as ``decay`` says.
         state: ``[B, H, K, V]``.
         heads: H.
         key_dim: K.
         value_dim: V.
-        decay: "head" with g, else "none".
+        decay: What g is.
         scale: Factor of the output, > 0.
 
     Returns:
         The output ``[B, T, H, V]`` and the state after the last token.
     """
+    if decay == "key":
+        write, a, b = _low_rank(graph, k, beta, g)
+        return dplr_onnx.plain(
+            graph, q, write, v, a, b, g, state, heads=heads, key_dim=key_dim, scale=scale
+        )
     if scale != 1.0:
         q = graph.op("Mul", [q, graph.const(scale)])
     # keys over queries: one product reads the state for both
@@ -99,15 +106,26 @@ def fused(
     scale: float,
 ) -> tuple[ir.Value, ir.Value]:
     """Append com.microsoft LinearAttention; arguments and results as in :func:`plain`."""
+    if decay == "key":
+        g = graph.op("Reshape", [g, graph.ints(0, 0, heads * key_dim)])
     return matrix_attention(
         graph,
         (q, k, v),
         state,
-        [g if decay == "head" else None, beta],
+        [None if decay == "none" else g, beta],
         sizes=(heads, key_dim, value_dim),
-        rule="gated_delta" if decay == "head" else "delta",
+        rule="delta" if decay == "none" else "gated_delta",
         scale=scale,
     )
+
+
+def _low_rank(
+    graph: Graph, k: ir.Value, beta: ir.Value, g: ir.Value | None
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """k, a and b of the recurrence ``dplr`` (``chunked.low_rank``)."""
+    write = graph.op("Mul", [k, graph.op("Unsqueeze", [beta, graph.ints(3)])])
+    read = graph.op("Mul", [graph.op("Exp", [floored(graph, g)]), k])
+    return write, read, graph.op("Neg", [write])
 
 
 def _halves(graph: Graph, x: ir.Value) -> tuple[ir.Value, ir.Value]:

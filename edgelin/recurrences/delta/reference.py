@@ -2,7 +2,8 @@
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - (e^{g_t} S_{t-1})^T k_t)^T ;  o_t = scale * S_t^T q_t
 
-Source: Yang et al. 2024, "Gated Delta Networks", eq. 10 (Schlag et al. 2021, eq. 23-25, without g).
+Source: Yang et al. 2024, "Gated Delta Networks", eq. 10 (Schlag et al. 2021, eq. 23-25, without g;
+Kimi Team 2025, arXiv:2510.26692, eq. 1, with a g for every key).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def reference(
     outputs = []
     for t in range(q.shape[1]):
         if g is not None:
-            state = state * g[:, t].clamp(min=MIN_LOG_DECAY).exp()[..., None, None]
+            decay = g[:, t].clamp(min=MIN_LOG_DECAY).exp()[..., None]
+            state = state * (decay if g.dim() == 4 else decay[..., None])
         old = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         new = beta[:, t, :, None] * (v[:, t] - old)
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], new)

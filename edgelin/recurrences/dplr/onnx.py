@@ -21,7 +21,7 @@ def plain(
     v: ir.Value,
     a: ir.Value,
     b: ir.Value,
-    g: ir.Value,
+    g: ir.Value | None,
     state: ir.Value,
     *,
     heads: int,
