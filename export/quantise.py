@@ -21,7 +21,8 @@ from edgelin.export.passes.edit import add_constant, constant, drop_unused, only
 from edgelin.export.passes.tied_head import tied_heads
 from edgelin.export.rounding import Array, Rounded, round_matrix
 
-FLOAT_WORDS = ("beta", "decay", "dt", "conv", "norm")
+# "x": Mamba's x_proj makes the steps dt
+FLOAT_WORDS = ("beta", "decay", "dt", "x", "conv", "norm")
 _VENDOR = "com.microsoft"
 
 

@@ -26,6 +26,15 @@ def heads_of(x: np.ndarray, heads: int) -> np.ndarray:
     return x.reshape(*x.shape[:-1], heads, -1)
 
 
+def convolved(mixer: Any, x: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Short convolution of `[B, T, C]` after the inputs in the state, and the last inputs."""
+    past, taps = np.concatenate([state.transpose(0, 2, 1), x], axis=1), matrix(mixer, "conv_weight")
+    y = sum(past[:, i : i + x.shape[1]] * taps[:, i] for i in range(taps.shape[1]))
+    if hasattr(mixer, "conv_bias"):
+        y = y + matrix(mixer, "conv_bias")
+    return y, past[:, x.shape[1] :].transpose(0, 2, 1)
+
+
 def turned(x: np.ndarray, tokens: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     """`[B, T, H, D]` with pairs (i, i + D/2) as complex numbers turned by their angles."""
     half = x.shape[-1] // 2

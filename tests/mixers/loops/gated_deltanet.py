@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from loops.common import LINEAR, Arrays, gated_output, heads_of, matrix, memory, sigmoid
+from loops.common import LINEAR, Arrays, convolved, gated_output, heads_of, matrix, memory, sigmoid
 
 CASES: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"type": "gated_deltanet", **LINEAR, "conv_size": 3}
@@ -17,9 +17,7 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
     c = m.config
     keys, values = c.num_heads * c.key_dim, c.num_heads * c.value_dim
     both = x @ matrix(m, "qkv_gate_proj.weight").T
-    past = np.concatenate([state["conv.3"].transpose(0, 2, 1), both[..., :-values]], axis=1)
-    taps = matrix(m, "conv_weight")
-    qkv = sum(past[:, i : i + x.shape[1]] * taps[:, i] for i in range(c.conv_size))
+    qkv, tail = convolved(m, both[..., :-values], state["conv.3"])
     qkv = qkv * sigmoid(qkv)
     parts = (*np.split(qkv, [keys, 2 * keys], axis=-1), both[..., -values:])
     q, k, v, gate = (heads_of(a, c.num_heads) for a in parts)
@@ -30,5 +28,4 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
         step = np.log1p(np.exp(gates[..., c.num_heads :] + matrix(m, "dt_bias")))
         decay = np.exp(-np.exp(matrix(m, "A_log")) * step)
     o, s = memory(q / c.key_dim**0.5, k, v, decay[..., None], state["recurrent.3"], beta=beta)
-    tail = past[:, x.shape[1] :].transpose(0, 2, 1)
     return gated_output(m, o, gate), {"conv.3": tail, "recurrent.3": s}

@@ -1,0 +1,129 @@
+"""Mamba-2 (SSD): linear attention whose decay is one number a head, made of the token's step dt.
+
+    S_t = exp(dt_t A) S_{t-1} + B_t (dt_t u_t)^T ;  o_t = S_t^T C_t + D u_t
+    y_t = W_out RMSNorm(o_t * silu(z_t)) ;  dt = softplus(W_dt x + dt_bias)
+    [z, u, B, C] = W_in x ;  [u, B, C] <- silu(conv([u, B, C]) + b)
+
+A head has P channels (u_t, the values) and N states (B_t the key, C_t the query); H / G heads share
+one B and C, and the norm has a mean square for each of the G groups. A = -exp(A_log) and D are
+numbers a head.
+
+Source: Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+Structured State Space Duality", arXiv:2405.21060, eq. 1, section 7 (parallel projections, groups
+of heads, norm behind the gate).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from edgelin.errors import EdgelinError
+from edgelin.initial import step_bias
+from edgelin.layers import GroupedGatedRMSNorm, at_least_float32
+from edgelin.mixers import check_sizes
+from edgelin.recurrences.conv import short_convolution
+from edgelin.recurrences.linear import linear
+from edgelin.state import StateSpec
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the mixer.
+
+    Args:
+        num_heads: Heads H.
+        head_dim: Channels P of a head.
+        state_size: States N.
+        num_groups: Groups G of heads that share B and C; divides H.
+        conv_size: Taps of the short convolution, at least 2.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int = 1
+    conv_size: int = 4
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_heads", "head_dim", "state_size", "num_groups")
+        check_sizes(self, "conv_size", least=2)
+        if self.num_heads % self.num_groups:
+            raise EdgelinError(
+                f"num_heads is {self.num_heads}, no multiple of num_groups = {self.num_groups}; "
+                "give a multiple"
+            )
+
+
+class Mixer(nn.Module):
+    """Mamba-2.
+
+    Args:
+        config: Sizes.
+        hidden_size: Width of the residual stream.
+        layer: Index that names the states.
+        norm_eps: Added to the mean square in the output norm.
+    """
+
+    def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        heads = config.num_heads
+        self.inner_size = heads * config.head_dim
+        self.group_size = config.num_groups * config.state_size
+        self.conv_channels = self.inner_size + 2 * self.group_size
+        self.in_proj = nn.Linear(hidden_size, self.inner_size + self.conv_channels, bias=False)
+        bound = config.conv_size**-0.5
+        self.conv_weight = nn.Parameter(
+            torch.empty(self.conv_channels, config.conv_size).uniform_(-bound, bound)
+        )
+        self.conv_bias = nn.Parameter(torch.empty(self.conv_channels).uniform_(-bound, bound))
+        self.dt_proj = nn.Linear(hidden_size, heads, bias=False)
+        self.dt_bias = nn.Parameter(step_bias(heads))
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = GroupedGatedRMSNorm(self.inner_size, config.num_groups, norm_eps)
+        self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=False)
+
+    def state_specs(self) -> list[StateSpec]:
+        """The convolution's tail and S."""
+        c = self.config
+        conv = (self.conv_channels, c.conv_size - 1)
+        matrix = (c.num_heads, c.state_size, c.head_dim)
+        return [
+            StateSpec("conv", self.layer, conv, "batch channels time"),
+            StateSpec("recurrent", self.layer, matrix, "batch heads key value"),
+        ]
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
+        c = self.config
+        conv_name, recurrent_name = f"conv.{self.layer}", f"recurrent.{self.layer}"
+        gate, u = self.in_proj(x).split([self.inner_size, self.conv_channels], dim=-1)
+        u, conv = short_convolution(
+            u, self.conv_weight, self.conv_bias, state[conv_name], activation="silu"
+        )
+        u, keys, queries = u.split([self.inner_size, *[self.group_size] * 2], dim=-1)
+        u = u.unflatten(-1, (c.num_heads, c.head_dim))
+        dt = at_least_float32(self.dt_proj(x)) + at_least_float32(self.dt_bias)
+        dt = F.softplus(dt)
+        g = -at_least_float32(self.A_log).exp() * dt
+        v = (dt[..., None] * u).to(u.dtype)
+        o, after = linear(
+            self._by_head(queries), self._by_head(keys), v, g, state[recurrent_name], scale=1.0
+        )
+        o = o + self.D.to(u.dtype)[:, None] * u
+        y = self.norm(o.flatten(-2), gate)
+        return self.out_proj(y), {conv_name: conv, recurrent_name: after}
+
+    def _by_head(self, groups: Tensor) -> Tensor:
+        """B or C `[B, T, G N]` for every head `[B, T, H, N]`."""
+        c = self.config
+        each = groups.unflatten(-1, (c.num_groups, 1, c.state_size))
+        shared: Tensor = each.expand(-1, -1, -1, c.num_heads // c.num_groups, -1).flatten(2, 3)
+        return shared

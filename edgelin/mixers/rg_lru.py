@@ -1,0 +1,124 @@
+"""RG-LRU (Griffin, Hawk): a gated linear recurrence, one number a channel.
+
+    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t * u_t) ;  y_t = W_out (h_t * gelu(z_t))
+    [u, z] = W_in x ;  u <- conv(u) + b ;  log a_t = -8 r_t softplus(Lambda)
+    r_t = sigmoid(W_r u_t + b_r) ;  i_t = sigmoid(W_i u_t + b_i)
+
+W_r and W_i are block-diagonal. A stream begins with h = 0 and nothing depends on the position; the
+published code of RecurrentGemma differs there, since it gives the token at position 0 the factor 1
+in the place of sqrt(1 - a^2).
+
+Source: De et al. 2024, "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
+Language Models", arXiv:2402.19427, eq. 1 to 4 and 6, sections 2.3 and 2.4 (Lambda such that a^8 is
+uniform in [0.9, 0.999] where r = 1), appendix A (log space).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from edgelin.errors import EdgelinError
+from edgelin.initial import softplus_inverse
+from edgelin.layers import at_least_float32
+from edgelin.mixers import check_sizes
+from edgelin.recurrences.conv import short_convolution
+from edgelin.recurrences.diagonal import diagonal
+from edgelin.state import StateSpec
+
+_POWER = 8.0  # the paper's c
+_LEAST = 1e-30  # keeps the gradient of the root finite; a^2 differs from 1 by more, or not at all
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the mixer.
+
+    Args:
+        inner_size: Channels D; the paper has 4/3 of the hidden size.
+        num_blocks: Blocks of the gates' matrices; divides D. The published models have one a head
+            of their attention.
+        conv_size: Taps of the short convolution, at least 2.
+    """
+
+    inner_size: int
+    num_blocks: int = 1
+    conv_size: int = 4
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "inner_size", "num_blocks")
+        check_sizes(self, "conv_size", least=2)
+        if self.inner_size % self.num_blocks:
+            raise EdgelinError(
+                f"inner_size is {self.inner_size}, no multiple of num_blocks = {self.num_blocks}; "
+                "give a multiple"
+            )
+
+
+class Mixer(nn.Module):
+    """Griffin's recurrent block.
+
+    Args:
+        config: Sizes.
+        hidden_size: Width of the residual stream.
+        layer: Index that names the states.
+        norm_eps: Not used; every mixer takes it.
+    """
+
+    def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        inner, blocks = config.inner_size, config.num_blocks
+        width = inner // blocks
+        self.in_gate_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
+        bound = config.conv_size**-0.5
+        self.conv_weight = nn.Parameter(
+            torch.empty(inner, config.conv_size).uniform_(-bound, bound)
+        )
+        self.conv_bias = nn.Parameter(torch.zeros(inner))
+        # a block's rows of W_r, then of W_i
+        self.decay_weight = nn.Parameter(torch.randn(blocks, width, 2 * width) * width**-0.5)
+        self.decay_bias = nn.Parameter(torch.zeros(blocks, 1, 2 * width))
+        self.decay_bias.no_weight_decay = True  # type: ignore[attr-defined]
+        radius = torch.empty(inner).uniform_(0.9, 0.999)
+        self.Lambda = nn.Parameter(softplus_inverse(-radius.log() / _POWER))
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+
+    def state_specs(self) -> list[StateSpec]:
+        """The convolution's tail and h."""
+        c = self.config
+        conv = (c.inner_size, c.conv_size - 1)
+        return [
+            StateSpec("conv", self.layer, conv, "batch channels time"),
+            StateSpec("ssm", self.layer, (c.inner_size, 1), "batch channels state"),
+        ]
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
+        conv_name, ssm_name = f"conv.{self.layer}", f"ssm.{self.layer}"
+        u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
+        u, conv = short_convolution(u, self.conv_weight, self.conv_bias, state[conv_name])
+        log_a, i = self._gates(u)
+        # 1 - a^2 = -expm1(2 log a), with tanh, which ONNX has: 1 - exp() loses all digits near 1.
+        rest = -torch.tanh(log_a) * (torch.exp(2 * log_a) + 1)
+        factor = rest.clamp(min=_LEAST).sqrt()
+        one = torch.ones(self.config.inner_size, 1, dtype=log_a.dtype, device=x.device)
+        h, last = diagonal(i * u, factor[..., None], one, log_a[..., None], None, state[ssm_name])
+        y = (h * F.gelu(gate, approximate="tanh")).to(gate.dtype)
+        return self.out_proj(y), {conv_name: conv, ssm_name: last}
+
+    def _gates(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """log a and i, both `[B, T, D]` float32."""
+        c = self.config
+        batch, time, _ = u.shape
+        blocks = u.reshape(batch * time, c.num_blocks, -1).transpose(0, 1)
+        gates = at_least_float32(blocks @ self.decay_weight) + at_least_float32(self.decay_bias)
+        r, i = gates.sigmoid().transpose(0, 1).chunk(2, dim=-1)
+        shape = (batch, time, c.inner_size)
+        rate = -_POWER * F.softplus(at_least_float32(self.Lambda))
+        return r.reshape(shape) * rate, i.reshape(shape)
