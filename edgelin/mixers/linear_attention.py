@@ -1,10 +1,16 @@
-"""Linear attention with the feature map elu(x) + 1 and a normaliser.
+"""Linear attention with a normaliser, or with an output norm a head.
 
     S_t = S_{t-1} + phi(k_t) v_t^T ;  z_t = z_{t-1} + phi(k_t)
-    o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps) ;  phi(x) = elu(x) + 1
+    o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps)        normalize = "z"
+    o_t = RMSNorm(S_t^T phi(q_t))                        normalize = "rms", without z
 
-Source: Katharopoulos et al., "Transformers are RNNs" (2020), arXiv:2006.16236, eq. 7 (phi) and
-eq. 16 to 20 (the recurrence).
+phi is one of :mod:`edgelin.feature_maps`, elu(x) + 1 unless told. With ``causal = false`` every
+token sees the whole sequence (:mod:`edgelin.recurrences.linear.bidirectional`), for encoders: such
+a layer has no state and no step, and a language model of it would read its own answers.
+
+Sources: Katharopoulos et al., "Transformers are RNNs" (2020), arXiv:2006.16236, eq. 7 (phi) and
+eq. 16 to 20 (the recurrence); Qin et al., "The devil in linear transformer" (2022),
+arXiv:2210.10340, section 4.1 (a norm in the place of z).
 """
 
 from __future__ import annotations
@@ -12,16 +18,79 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from edgelin.mixers import HeadSizes
+from edgelin import feature_maps
+from edgelin.errors import EdgelinError
+from edgelin.layers import RMSNorm
+from edgelin.mixers import HeadSizes, check_sizes
+from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.linear import linear
+from edgelin.recurrences.linear.bidirectional import bidirectional
 from edgelin.state import StateSpec
 
 
 @dataclass(frozen=True)
-class Config(HeadSizes):
-    """Sizes of the mixer."""
+class FeatureSizes(HeadSizes):
+    """Sizes of a mixer behind a feature map.
+
+    Args:
+        feature_map: One of ``edgelin.feature_maps.NAMES``.
+        num_features: Random features of "favor"; None: 4 K.
+        normalize: "z", the sum of the weights, or "rms", an output norm a head.
+    """
+
+    feature_map: str = "elu"
+    num_features: int | None = None
+    normalize: str = "z"
+
+    causal = True
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_heads", "key_dim", "value_dim")
+        if self.num_features is not None:
+            check_sizes(self, "num_features")
+            if self.feature_map != "favor":
+                raise EdgelinError(
+                    f"num_features is {self.num_features}, but feature_map {self.feature_map!r} "
+                    f"has a number of its own; leave it out or take 'favor'"
+                )
+        if self.normalize not in ("z", "rms"):
+            raise EdgelinError(f"normalize is {self.normalize!r}; allowed: z, rms")
+        if self.normalize == "z" and self.features().signed:
+            raise EdgelinError(
+                f"feature_map {self.feature_map!r} has features of both signs, whose sum can't "
+                f"divide; set normalize to 'rms'"
+            )
+
+    def features(self) -> feature_maps.FeatureMap:
+        """A new feature map of these sizes."""
+        return feature_maps.build(
+            self.feature_map,
+            num_heads=self.num_heads,
+            width=self.key_dim,
+            num_features=self.num_features,
+        )
+
+
+@dataclass(frozen=True)
+class Config(FeatureSizes):
+    """Sizes of the mixer.
+
+    Args:
+        causal: Whether a token sees the tokens up to itself, or all of a call.
+    """
+
+    causal: bool = True
+
+    @property
+    def export_obstacle(self) -> str | None:
+        """Why a mixer of these sizes can't be exported; None: it can."""
+        if self.causal:
+            return None
+        return (
+            "linear attention with causal = false can't be exported: it needs the whole sequence "
+            "at once and has no step; set causal to true"
+        )
 
 
 class Mixer(nn.Module):
@@ -31,35 +100,63 @@ class Mixer(nn.Module):
         config: Sizes.
         hidden_size: Width of the residual stream.
         layer: Index that names the states.
-        norm_eps: Unused; every mixer takes it.
+        norm_eps: Added to the mean square in the output norm.
     """
 
-    def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
+    def __init__(self, config: FeatureSizes, hidden_size: int, layer: int, norm_eps: float) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         heads = config.num_heads
         self.sizes = [2 * heads * config.key_dim, heads * config.value_dim]
         self.qkv_proj = nn.Linear(hidden_size, sum(self.sizes), bias=False)
+        self.feature_map = config.features()
+        if config.normalize == "rms":
+            self.norm = RMSNorm(config.value_dim, norm_eps)
         self.out_proj = nn.Linear(self.sizes[1], hidden_size, bias=False)
 
     def state_specs(self) -> list[StateSpec]:
-        """S and z."""
-        c = self.config
-        shape = (c.num_heads, c.key_dim)
-        return [
-            c.matrix_spec(self.layer),
-            StateSpec("normalizer", self.layer, shape, "batch heads key"),
-        ]
+        """S, and z where it normalises; nothing where the order is not causal."""
+        if not self.config.causal:
+            return []
+        heads, size = self.config.num_heads, self.feature_map.size
+        matrix = HeadSizes(heads, size, self.config.value_dim).matrix_spec(self.layer)
+        if self.config.normalize == "rms":
+            return [matrix]
+        return [matrix, StateSpec("normalizer", self.layer, (heads, size), "batch heads key")]
 
     def forward(
         self, x: Tensor, state: dict[str, Tensor], position: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
-        names = (f"recurrent.{self.layer}", f"normalizer.{self.layer}")
         qk, v = self.qkv_proj(x).split(self.sizes, dim=-1)
-        features = F.elu(qk.unflatten(-1, (2 * c.num_heads, c.key_dim))) + 1
-        q, k = features.chunk(2, dim=2)
+        q, k = self.feature_map(qk.unflatten(-1, (2 * c.num_heads, c.key_dim)))
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
-        o, matrix, z = linear(q, k, v, None, state[names[0]], normalizer=state[names[1]])
-        return self.out_proj(o.flatten(-2)), {names[0]: matrix, names[1]: z}
+        if c.causal:
+            o, after = self._recur(q, k, v, state)
+        else:
+            o, after = self._attend(q, k, v), {}
+        if c.normalize == "rms":
+            o = self.norm(o)
+        return self.out_proj(o.flatten(-2)), after
+
+    def decayed(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keys as they are written `[B, T, H, F]`, and the log decay `[B, T, H]` or None."""
+        return k, None
+
+    def _recur(
+        self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs and states of the recurrence."""
+        names = [spec.name for spec in self.state_specs()]
+        z = state[names[1]] if self.config.normalize == "z" else None
+        k, g = self.decayed(k)
+        o, *after = linear(q, k, v, g, state[names[0]], normalizer=z)
+        return o, dict(zip(names, after, strict=True))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Outputs where every token sees all others."""
+        obstacle = getattr(self.config, "export_obstacle", None)
+        if is_exporting() and obstacle:
+            raise EdgelinError(obstacle)
+        return bidirectional(q, k, v, normalize=self.config.normalize == "z")

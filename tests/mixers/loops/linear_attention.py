@@ -6,20 +6,84 @@ from typing import Any
 
 import numpy as np
 
-from loops.common import LINEAR, Arrays, heads_of, matrix, memory
+from loops.common import EPS, LINEAR, Arrays, heads_of, matrix, memory
 
-CASES: dict[str, dict[str, Any]] = {"linear_attention": {"type": "linear_attention", **LINEAR}}
+BASE = {"type": "linear_attention", **LINEAR}
+CASES: dict[str, dict[str, Any]] = {
+    "linear_attention": BASE,
+    "linear_attention, identity": {**BASE, "feature_map": "identity", "normalize": "rms"},
+    "linear_attention, favor": {**BASE, "feature_map": "favor", "num_features": 9},
+    "linear_attention, taylor": {**BASE, "feature_map": "taylor"},
+    "linear_attention, hedgehog": {**BASE, "feature_map": "hedgehog", "normalize": "rms"},
+}
 
 
-def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
+def favor(m: Any, q: np.ndarray, k: np.ndarray) -> Any:
+    """Queries up to a factor, which cancels."""
+    w = m.feature_map.projection[0].double().numpy()
+    q, k = (x / x.shape[-1] ** 0.25 for x in (q, k))
+    return np.exp(q @ w - (q @ w).max(-1, keepdims=True)), np.exp(
+        k @ w - (k**2).sum(-1)[..., None] / 2
+    )
+
+
+def taylor(_: Any, *qk: np.ndarray) -> Any:
+    """All K^2 products, none packed, in a rotated order that no packing has."""
+    out = []
+    for x in qk:
+        x = x / x.shape[-1] ** 0.25
+        second = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1) / 2**0.5
+        out.append(np.concatenate([np.ones_like(x[..., :1]), x, second], axis=-1))
+    return out
+
+
+def hedgehog(m: Any, *qk: np.ndarray) -> Any:
+    out = []
+    for x, w in zip(qk, np.split(matrix(m, "feature_map.weight"), 2), strict=True):
+        x = np.einsum("bthk,hkd->bthd", x, w)
+        both = np.exp(np.concatenate([x, -x], axis=-1))
+        out.append(both / both.sum(-1, keepdims=True))
+    return out
+
+
+MAPS = {
+    "elu": lambda _, *qk: [np.where(a > 0, a + 1, np.exp(a)) for a in qk],
+    "identity": lambda _, *qk: qk,
+    "favor": favor,
+    "taylor": taylor,
+    "hedgehog": hedgehog,
+}
+
+
+def pack(m: Any, features: np.ndarray) -> np.ndarray:
+    """Features on the last axis as the mixer stores them: x_i x_j once, times sqrt(2)."""
+    width = m.config.key_dim
+    if m.config.feature_map != "taylor" or features.shape[-1] != 1 + width + width**2:
+        return features
+    i, j = np.triu_indices(width)
+    second = features[..., 1 + width :].reshape(*features.shape[:-1], width, width)
+    kept = second[..., i, j] * np.where(i == j, 1, 2**0.5)
+    return np.concatenate([features[..., : 1 + width], kept], axis=-1)
+
+
+def loop(
+    m: Any, x: np.ndarray, state: Arrays, _: np.ndarray, decay: np.ndarray | None = None
+) -> Any:
     c = m.config
     q, k, v = np.split(
         x @ matrix(m, "qkv_proj.weight").T, np.cumsum([c.num_heads * c.key_dim] * 2), axis=-1
     )
-    q, k = (np.where(a > 0, a + 1, np.exp(a)) for a in (q, k))
     q, k, v = (heads_of(a, c.num_heads) for a in (q, k, v))
+    q, k = (pack(m, a) for a in MAPS[c.feature_map](m, q, k))
     one = np.ones((*x.shape[:2], c.num_heads, 1))
-    o, s = memory(q, k, v, one, state["recurrent.3"])
-    den, z = memory(q, k, one, one, state["normalizer.3"][..., None])
-    y = (o / (den + 1e-6)).reshape(*x.shape[:2], -1) @ matrix(m, "out_proj.weight").T
-    return y, {"recurrent.3": s, "normalizer.3": z[..., 0]}
+    a = one if decay is None else one * decay[:, None]
+    k = k if decay is None else k * (1 - a)
+    o, s = memory(q, k, v, a, state["recurrent.3"])
+    after = {"recurrent.3": s}
+    if c.normalize == "z":
+        den, z = memory(q, k, one, a, state["normalizer.3"][..., None])
+        o = o / (den + 1e-6)
+        after["normalizer.3"] = z[..., 0]
+    else:
+        o = o / np.sqrt((o**2).mean(-1, keepdims=True) + EPS) * matrix(m, "norm.weight")
+    return o.reshape(*x.shape[:2], -1) @ matrix(m, "out_proj.weight").T, after

@@ -1,0 +1,217 @@
+"""Feature maps phi of linear attention: phi(q) . phi(k) stands for a similarity of q and k.
+
+    elu       elu(x) + 1                        Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7
+    identity  x                                 signed: needs an output norm
+    favor     exp(W^T x - |x|^2 / 2)            Choromanski et al. 2020, "Rethinking attention with
+              for exp(q . k)                    Performers", arXiv:2009.14794, lemma 1, section 2.4
+    taylor    1, x, x x^T packed, for           Arora et al. 2024, "Based", arXiv:2402.18668,
+              1 + q . k + (q . k)^2 / 2         section 3.1; the kernel is never below 1/2
+    hedgehog  softmax([W^T x, -W^T x])          Zhang et al. 2024, "The Hedgehog and the Porcupine",
+              W learned, a head each            arXiv:2402.04347, section 4.1
+
+favor and taylor take x / K^(1/4), so that q . k is softmax attention's q . k / sqrt(K).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from edgelin.errors import EdgelinError
+from edgelin.layers import at_least_float32
+from edgelin.recurrences.chunks import outside_autocast
+
+_MOST_SEED = 1 << 62
+
+
+class FeatureMap(nn.Module):
+    """Maps queries and keys to features.
+
+    Args:
+        size: Features F of a query or key, a head.
+    """
+
+    signed = False  # whether a similarity may be negative, so that no sum of them can divide
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of queries and keys, `[B, T, H, F]` each, in the dtype of ``qk``.
+
+        Args:
+            qk: Queries of all heads, then keys: `[B, T, 2 H, K]`.
+        """
+        with outside_autocast(qk.device.type):
+            q, k = self.map(at_least_float32(qk))
+        return q.to(qk.dtype), k.to(qk.dtype)
+
+    def map(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`forward`, in float32 or float64 and outside autocast."""
+        raise NotImplementedError
+
+
+class Elu(FeatureMap):
+    """elu(x) + 1 > 0, in the dtype of the stream."""
+
+    def forward(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`FeatureMap.forward`."""
+        q, k = (F.elu(qk) + 1).chunk(2, dim=2)
+        return q, k
+
+
+class Identity(FeatureMap):
+    """x itself."""
+
+    signed = True
+
+    def forward(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`FeatureMap.forward`."""
+        q, k = qk.chunk(2, dim=2)
+        return q, k
+
+
+class Favor(FeatureMap):
+    """Positive random features: the mean of phi(q) . phi(k) over W is exp(q . k), up to a factor.
+
+    W is block-orthogonal: each block of K columns has orthogonal directions and the lengths of
+    independent normal vectors. ``projection`` `[1, K, M]` (heads share it) and ``seed`` are
+    buffers of the checkpoint.
+
+    A factor of a query alone, or of all keys, cancels in the normaliser and in an output norm. So
+    1 / sqrt(M) is left out, and a query's features are divided by their largest, which keeps them
+    in (0, 1]. A running maximum of the keys would have to rescale the state; with |k|^2 / 2 taken
+    off, a key's exponent never exceeds |w|^2 / 2, about K / 2, which float32 holds for K up to 128.
+
+    Args:
+        width: K.
+        num_features: M.
+    """
+
+    projection: Tensor
+    seed: Tensor
+
+    def __init__(self, width: int, num_features: int) -> None:
+        super().__init__(num_features)
+        self.width = width
+        self.register_buffer("projection", torch.zeros(1, width, num_features))
+        self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
+        self.redraw(int(torch.randint(_MOST_SEED, (), device="cpu")))
+
+    def redraw(self, seed: int) -> None:
+        """Replace W by the one of ``seed``; its last bits may be another machine's."""
+        drawn = _orthogonal_blocks(self.width, self.size, seed)
+        with torch.no_grad():
+            self.projection.copy_(drawn[None])
+            self.seed.fill_(seed)
+
+    def map(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`FeatureMap.map`."""
+        scaled = qk * self.width**-0.25
+        q, k = torch.matmul(scaled, self.projection).chunk(2, dim=2)
+        keys = scaled.chunk(2, dim=2)[1]
+        offset = keys.square().sum(-1, keepdim=True) / 2
+        return (q - q.amax(-1, keepdim=True)).exp(), (k - offset).exp()
+
+
+class Taylor(FeatureMap):
+    """exp's series to degree 2, each pair of channels once: F = 1 + K + K (K + 1) / 2.
+
+    The features are products of two linear maps of x, of which each column picks a channel or is
+    the constant 1: matrix products run faster than gathers, on a CPU and backwards on a GPU.
+
+    Args:
+        width: K.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, width: int) -> None:
+        rows, columns = torch.triu_indices(width, width)
+        super().__init__(1 + width + len(rows))
+        # Channel K is the constant 1. x_i x_j stands twice in (q . k)^2, x_i^2 once.
+        first = torch.cat([torch.full((1 + width,), width), rows])
+        second = torch.cat([torch.tensor([width]), torch.arange(width), columns])
+        ones, linear = torch.ones(1), torch.full((width,), width**-0.25, dtype=torch.float64)
+        pairs = (1 + (0.5**0.5 - 1) * (rows == columns).double()) * width**-0.5
+        picked = (torch.cat([first, second])[:, None] == torch.arange(width + 1)).double()
+        picked[self.size :] *= torch.cat([ones, linear, pairs])[:, None]
+        # Float64, for models that are; three axes, or a quantised graph would round the matrix.
+        self.register_buffer("weight", picked[:, :width].T[None].contiguous(), persistent=False)
+        self.register_buffer("bias", picked[:, width].contiguous(), persistent=False)
+
+    def map(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`FeatureMap.map`."""
+        weight, bias = self.weight.to(qk.dtype), self.bias.to(qk.dtype)
+        first, second = (torch.matmul(qk, weight) + bias).chunk(2, dim=-1)
+        q, k = (first * second).chunk(2, dim=2)
+        return q, k
+
+
+class Hedgehog(FeatureMap):
+    """A learned matrix for the queries and keys of each head, the identity at first; F = 2 K.
+
+    Args:
+        num_heads: H.
+        width: K.
+    """
+
+    def __init__(self, num_heads: int, width: int) -> None:
+        super().__init__(2 * width)
+        self.weight = nn.Parameter(torch.eye(width).repeat(2 * num_heads, 1, 1))
+
+    def map(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`FeatureMap.map`."""
+        x = torch.matmul(qk.transpose(1, 2), self.weight)
+        features = torch.cat([x, -x], dim=-1).softmax(-1).transpose(1, 2)
+        q, k = features.chunk(2, dim=2)
+        return q, k
+
+
+NAMES = ("elu", "identity", "favor", "taylor", "hedgehog")
+
+
+def build(name: str, *, num_heads: int, width: int, num_features: int | None) -> FeatureMap:
+    """The feature map of this name.
+
+    Args:
+        name: One of ``NAMES``.
+        num_heads: H.
+        width: Width K of a query or key.
+        num_features: Features of "favor"; None: 4 K.
+
+    Raises:
+        EdgelinError: There is no such map.
+    """
+    if name == "elu":
+        return Elu(width)
+    if name == "identity":
+        return Identity(width)
+    if name == "favor":
+        return Favor(width, num_features or 4 * width)
+    if name == "taylor":
+        return Taylor(width)
+    if name == "hedgehog":
+        return Hedgehog(num_heads, width)
+    raise EdgelinError(f"feature_map is {name!r}; allowed: {', '.join(NAMES)}")
+
+
+def _orthogonal_blocks(width: int, count: int, seed: int) -> Tensor:
+    """``count`` columns `[width, count]`, each normal on its own, orthogonal within a block."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, math.ceil(count / width), width, width)
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    directions, upper = torch.linalg.qr(normal[0])
+    # Signs of R's diagonal make Q uniform (Mezzadri 2007, arXiv:math-ph/0609050, section 5).
+    directions = directions * upper.diagonal(dim1=1, dim2=2).sign()[:, None]
+    columns = directions * normal[1].norm(dim=1)[:, None]
+    matrix: Tensor = columns.transpose(0, 1).flatten(1)[:, :count].float()
+    return matrix
+
+
+__all__ = ["NAMES", "FeatureMap", "build"]
