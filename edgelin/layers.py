@@ -197,7 +197,8 @@ def token_shift(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         The token before each `[B, T, D]` in the dtype of ``x``, and the last token in the dtype of
         ``last``.
     """
-    previous = torch.cat([last[:, None].to(x.dtype), x[:, :-1]], dim=1)
+    # Joined before it is cut: torch.export would tell lengths T - 1 = 1 from others.
+    previous = torch.cat([last[:, None].to(x.dtype), x], dim=1)[:, :-1]
     return previous, x[:, -1].to(last.dtype)
 
 
