@@ -41,7 +41,7 @@ class Config(HeadSizes):
 
 
 class Mixer(nn.Module):
-    """Gated DeltaNet (``decays``), or DeltaNet without the decay.
+    """Gated DeltaNet (``decays``), or DeltaNet without the decay; KDA puts in its own gates.
 
     Args:
         config: Sizes.
@@ -58,19 +58,27 @@ class Mixer(nn.Module):
         heads = config.num_heads
         self.key_size, self.value_size = heads * config.key_dim, heads * config.value_dim
         self.conv_channels = 2 * self.key_size + self.value_size
-        self.qkv_gate_proj = nn.Linear(
-            hidden_size, self.conv_channels + self.value_size, bias=False
-        )
+        self.gate_size = self._gate_size()
+        self.qkv_gate_proj = nn.Linear(hidden_size, self.conv_channels + self.gate_size, bias=False)
         bound = config.conv_size**-0.5
         self.conv_weight = nn.Parameter(
             torch.empty(self.conv_channels, config.conv_size).uniform_(-bound, bound)
         )
+        self._add_gates(hidden_size, norm_eps)
+        self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
+
+    def _gate_size(self) -> int:
+        """Columns of the output gate in ``qkv_gate_proj``."""
+        return self.value_size
+
+    def _add_gates(self, hidden_size: int, norm_eps: float) -> None:
+        """Parameters of :meth:`_gates` and :meth:`_gated_norm`."""
+        heads = self.config.num_heads
         self.beta_decay_proj = nn.Linear(hidden_size, heads * (1 + self.decays), bias=False)
         if self.decays:
             self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
             self.dt_bias = nn.Parameter(step_bias(heads))
-        self.norm = GatedRMSNorm(config.value_dim, norm_eps)
-        self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
+        self.norm: nn.Module = GatedRMSNorm(self.config.value_dim, norm_eps)
 
     def state_specs(self) -> list[StateSpec]:
         """The convolution's tail and S."""
@@ -88,7 +96,7 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         conv_name, recurrent_name = f"conv.{self.layer}", f"recurrent.{self.layer}"
-        qkv, gate = self.qkv_gate_proj(x).split([self.conv_channels, self.value_size], dim=-1)
+        qkv, gate = self.qkv_gate_proj(x).split([self.conv_channels, self.gate_size], dim=-1)
         qkv, conv = short_convolution(
             qkv, self.conv_weight, None, state[conv_name], activation="silu"
         )
@@ -98,8 +106,15 @@ class Mixer(nn.Module):
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
         beta, g = self._gates(x)
         o, recurrent = delta(q, k, v, beta, g, state[recurrent_name], scale=c.key_dim**-0.5)
-        o = self.norm(o, gate.unflatten(-1, (c.num_heads, c.value_dim)))
-        return self.out_proj(o.flatten(-2)), {conv_name: conv, recurrent_name: recurrent}
+        return self.out_proj(self._gated_norm(o, gate).flatten(-2)), {
+            conv_name: conv,
+            recurrent_name: recurrent,
+        }
+
+    def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        """The outputs `[B, T, H, V]`, normalised and gated."""
+        y: Tensor = self.norm(o, gate.unflatten(-1, o.shape[-2:]))
+        return y
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Beta and log decay, both `[B, T, H]` float32."""

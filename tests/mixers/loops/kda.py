@@ -1,0 +1,31 @@
+"""Loop of the mixer ``kda``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loops.common import EPS, LINEAR, Arrays, convolved, heads_of, matrix, memory, sigmoid
+
+CASES: dict[str, dict[str, Any]] = {"kda": {"type": "kda", **LINEAR, "conv_size": 3}}
+
+
+def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
+    c = m.config
+    keys = c.num_heads * c.key_dim
+    both = x @ matrix(m, "qkv_gate_proj.weight").T
+    qkv, tail = convolved(m, both[..., : -c.value_dim], state["conv.3"])
+    parts = np.split(qkv * sigmoid(qkv), [keys, 2 * keys], axis=-1)
+    q, k, v = (heads_of(a, c.num_heads) for a in parts)
+    q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
+    gates = x @ matrix(m, "beta_decay_proj.weight").T
+    step = gates[..., c.num_heads :] @ matrix(m, "decay_out_proj.weight").T
+    step = heads_of(np.logaddexp(0, step + matrix(m, "dt_bias")), c.num_heads)
+    decay = np.exp(-np.exp(matrix(m, "A_log"))[:, None] * step)
+    beta = sigmoid(gates[..., : c.num_heads])
+    o, s = memory(q / c.key_dim**0.5, k, v, decay, state["recurrent.3"], beta=beta)
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + EPS) * matrix(m, "norm.weight")
+    gate = both[..., -c.value_dim :] @ matrix(m, "gate_out_proj.weight").T
+    o = o.reshape(*x.shape[:2], -1) * sigmoid(gate + matrix(m, "gate_out_proj.bias"))
+    return o @ matrix(m, "out_proj.weight").T, {"conv.3": tail, "recurrent.3": s}
