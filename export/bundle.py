@@ -24,6 +24,7 @@ from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import RECIPES, Outcome, Recipe
 from edgelin.export.quantise import quantise as quantise_graph
 from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, count_nodes
+from edgelin.export.step_form import step_form
 from edgelin.export.target import COPIED
 from edgelin.export.trace import trace
 from edgelin.model import SequenceModel
@@ -66,8 +67,12 @@ def export_checkpoint(
     out = target.find(checkpoint, Path(out), force=force)
     _say(f"reading {checkpoint}")
     model, config = checkpoints.load(checkpoint)
+    if config.features is not None:
+        recipes = {name: recipe and recipe.for_features() for name, recipe in recipes.items()}
     _check_weights(checkpoint, model)
-    _check_tokenizer(checkpoint / "tokenizer.json", config.vocab_size)
+    model = step_form(model)
+    if config.features is None:
+        _check_tokenizer(checkpoint / "tokenizer.json", config.vocab_size)
     with target.staging(out) as folder:
         report = _Export(checkpoint, model, chosen, folder).run(recipes)
         failures = report.failures()
@@ -154,7 +159,7 @@ class _Export:
         wanted = golden.reference(self.model)
         reports = {}
         for key, one in built.items():
-            got = golden.replay(Bundle(self.folder, variant=key), wanted.ids)
+            got = golden.replay(Bundle(self.folder, variant=key), wanted.inputs)
             rounded = one.outcome.rounded
             own = golden.reference(self.model, rounded) if rounded else wanted
             reports[key] = VariantReport(
@@ -172,6 +177,7 @@ class _Export:
             bundle=self.folder,
             profile=self.profile.name,
             layers=len(self.model.config.layers),
+            unit=contract.signature(self.model.config)[0].unit,
             parameters=self.model.num_parameters(),
             state_bytes=sum(math.prod(s.shape) * sizes[s.dtype] for s in self.model.state_specs()),
             variants=reports,

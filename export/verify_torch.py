@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from edgelin import checkpoint as checkpoints
+from edgelin.export.step_form import load
 from edgelin.recurrences.delta import reference as delta
 from edgelin.recurrences.diagonal import reference as diagonal
 from edgelin.recurrences.linear import reference as linear
+from edgelin.recurrences.lti import reference as lti
 
 if TYPE_CHECKING:
     from edgelin.model import SequenceModel
@@ -27,6 +28,7 @@ _REFERENCES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "edgelin::linear": linear.forward,
     "edgelin::delta": lambda *args: delta.reference(*args[:-1], scale=args[-1]),
     "edgelin::diagonal": diagonal.forward,
+    "edgelin::lti": lti.forward,
 }
 
 
@@ -46,7 +48,7 @@ class TorchForm:
         cuda = torch.cuda.is_available() and not sequential
         self.device = "cuda" if cuda else "cpu"
         self.dtype = torch.float64 if sequential else torch.float32
-        self.model, _ = checkpoints.load(folder, device=self.device, dtype=self.dtype)
+        self.model = load(folder, device=self.device, dtype=self.dtype)
         with torch.no_grad():
             for name, values in (weights or {}).items():
                 self.model.get_parameter(name).copy_(torch.from_numpy(values))

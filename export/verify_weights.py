@@ -22,6 +22,7 @@ from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.profiles import find
 from edgelin.export.rounding import round_matrix
+from edgelin.export.step_form import load
 from edgelin.export.trace import trace
 
 Array = NDArray[Any]
@@ -56,8 +57,8 @@ def check_weights(
 
 
 def read_weights(checkpoint: Path) -> dict[str, Array]:
-    """Every parameter of a checkpoint in float32 by name, a tied head once."""
-    model, _ = checkpoints.load(checkpoint)
+    """Every parameter of a checkpoint's step form in float32 by name, a tied head once."""
+    model = load(checkpoint)
     return {k: v.detach().numpy() for k, v in checkpoints.own_tensors(model).items()}
 
 
@@ -67,7 +68,7 @@ def computed_constants(checkpoint: Path, profile: str) -> list[Array]:
     Traces the model, which takes a while.
     """
     chosen = find(profile)
-    model, _ = checkpoints.load(checkpoint)
+    model = load(checkpoint)
     graph = trace(model)
     passes.lower(graph, chosen)
     passes.finish(graph, chosen)

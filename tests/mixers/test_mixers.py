@@ -20,6 +20,7 @@ from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.profiles import PROFILES
+from edgelin.export.step_form import step_form
 from edgelin.export.trace import trace
 from edgelin.model import SequenceModel
 from edgelin.recurrences import CHUNK
@@ -196,11 +197,11 @@ def test_traces_with_dynamic_batch_and_time(case: str) -> None:
 class _Loop(nn.Module):
     """A loop in the place of the mixer of layer 0."""
 
-    def __init__(self, mixer: Any, case: str) -> None:
+    def __init__(self, mixer: Any, exported: Any, case: str) -> None:
         super().__init__()
         self.inner, self.loop = mixer, LOOPS[CASES[case]["type"]].loop
         self.needs_position = getattr(mixer, "needs_position", False)
-        self.state_specs = mixer.state_specs
+        self.state_specs = exported.state_specs
 
     def forward(self, x: Tensor, state: dict[str, Tensor], position: Tensor) -> Any:
         """Run the loop, which knows the states of layer 3."""
@@ -214,14 +215,16 @@ class _Loop(nn.Module):
 def test_exported_graphs_are_the_loop(case: str) -> None:
     """Tokens in, logits and states out, both forms, in pieces of 1 to 64 tokens."""
     model = _one_layer(case)
-    specs, mixer = model.state_specs(), model.blocks[0].mixer
+    mixer = model.blocks[0].mixer
+    exported: Any = step_form(model).blocks[0].mixer
+    specs = model.state_specs()
     ids = torch.randint(0, 50, (2, sum(PIECES)), generator=torch.Generator().manual_seed(4))
-    state = filled_state(mixer, 2)
+    state = filled_state(exported, 2)
     if any(spec.name == "position" for spec in specs):
         state["position"] = torch.tensor([3, 70])
     traced = trace(model)
     exact = copy.deepcopy(model).double()  # the trace shares its weights with the model
-    exact.blocks[0].mixer = _Loop(mixer, case)
+    exact.blocks[0].mixer = _Loop(mixer, exported, case)
     wanted, states = (a for a in exact(ids, state))
     for profile in ("fused", "plain"):
         graph = traced.clone()

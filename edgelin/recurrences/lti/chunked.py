@@ -59,7 +59,8 @@ def backward(
     """
     make = partial(_tables, min(x.shape[1], BLOCK), compute_dtype(x, state))
     vjp: Any = torch.func.vjp  # since autograd.grad records nothing inside a custom op
-    tables, pull_tables = vjp(make, a, b, c)
+    made: tuple[Tables, Any] = vjp(make, a, b, c)
+    tables, pull_tables = made
     pieces, starts = x.split(BLOCK, dim=1), [state]
     for piece in pieces[:-1]:
         starts.append(_block(*tables, piece, starts[-1])[1])
