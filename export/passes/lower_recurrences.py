@@ -96,6 +96,16 @@ def _channels(node: ir.Node) -> dict[str, Any]:
     return {"channels": channels, "state_dim": size}
 
 
+def _elman(node: ir.Node) -> dict[str, Any]:
+    """Arguments of the non-linear recurrence."""
+    weight = _shape(node, 1)
+    return {
+        "channels": weight[-1],
+        "full": len(weight) == 2,
+        "activation": node.attributes.get_string("activation"),
+    }
+
+
 # Operator -> folder of its onnx.py and the function that reads the keyword arguments off a node.
 _ARGUMENTS: dict[str, tuple[str, Callable[[ir.Node], dict[str, Any]]]] = {
     "linear": ("linear", _linear),
@@ -103,6 +113,7 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[ir.Node], dict[str, Any]]]] = {
     "dplr": ("dplr", _low_rank),
     "diagonal": ("diagonal", _channels),
     "lti": ("lti", _channels),
+    "rnn": ("rnn", _elman),
     "short_convolution": ("conv", _convolution),
 }
 OPERATORS = tuple(_ARGUMENTS)

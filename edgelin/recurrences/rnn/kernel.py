@@ -1,0 +1,88 @@
+"""Triton kernel of the elementwise non-linear recurrence: z_t = f(a * z_{t-1} + u_t).
+
+A program holds the states of a block of channels of one batch row in registers and walks through
+time. The steps depend on each other, so only rows and channels run in parallel; the inputs of
+``UNROLL`` tokens are loaded together, so that a step does not wait for memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CODES = {"identity": 0, "tanh": 1, "relu": 2, "sigmoid": 3}
+BLOCK = 32  # channels of a program: a small one, since there are as few programs as channels
+UNROLL = 8
+
+
+@triton.jit
+def activate(x, F: tl.constexpr):
+    """f of the code F."""
+    if F == 1:
+        x = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    elif F == 2:
+        x = tl.maximum(x, 0.0)
+    elif F == 3:
+        x = tl.sigmoid(x)
+    return x
+
+
+@triton.jit
+def pick(tile, row):
+    """The row of a tile at which the mask ``row`` holds."""
+    return tl.sum(tl.where(row, tile, 0.0), axis=0)
+
+
+@triton.jit
+def _forward(
+    u, weight, initial, z, after, T, D,
+    F: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr,
+):  # fmt: skip
+    """z of a block of channels of one row, and its last state."""
+    i_b = tl.program_id(1).to(tl.int64)
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    r = tl.arange(0, BU)[:, None]
+    a = tl.load(weight + d, mask=d < D, other=0.0)
+    s = tl.load(initial + i_b * D + d, mask=d < D, other=0.0)
+    for start in range(0, T, BU):
+        live = (start + r < T) & (d < D)[None, :]
+        at = (i_b * T + start + r) * D + d[None, :]
+        x = tl.load(u + at, mask=live, other=0.0).to(tl.float32)
+        out = tl.zeros([BU, BD], dtype=tl.float32)
+        for row in tl.static_range(BU):
+            new = activate(a * s + pick(x, r == row), F)
+            s = tl.where(start + row < T, new, s)
+            out = tl.where(r == row, s[None, :], out)
+        tl.store(z + at, out.to(z.dtype.element_ty), mask=live)
+    tl.store(after + i_b * D + d, s, mask=d < D)
+
+
+def forward(u: Tensor, weight: Tensor, state: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Run the recurrence on a GPU.
+
+    Args:
+        u: ``[B, T, D]``, float32 or bfloat16.
+        weight: a ``[D]``.
+        state: ``[B, D]``, float32.
+        activation: Name of f.
+
+    Returns:
+        ``z`` ``[B, T, D]`` in the dtype of ``u`` and the final state, float32.
+    """
+    return run(u, weight, state, activation, u.dtype)
+
+
+def run(
+    u: Tensor, weight: Tensor, state: Tensor, activation: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As :func:`forward`, with z in ``dtype``."""
+    batch, time, channels = u.shape
+    initial = state.float().contiguous()
+    z, after = torch.empty(u.shape, dtype=dtype, device=u.device), torch.empty_like(initial)
+    _forward[(triton.cdiv(channels, BLOCK), batch)](
+        u.contiguous(), weight.float().contiguous(), initial, z, after, time, channels,
+        F=CODES[activation], BD=BLOCK, BU=UNROLL, num_warps=1,
+    )  # fmt: skip
+    return z, after
