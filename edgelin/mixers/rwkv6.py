@@ -94,11 +94,10 @@ class Mixer(nn.Module):
         self.mix_bias.copy_(1 - torch.stack([shares[i] for i in (0, 0, 0, 1, 1)]))
         self.mix_bias[2] -= 0.3 * depth
         self.mix_out.uniform_(-0.01, 0.01)
-        n = torch.arange(self.bonus.numel())
-        place = n / max(1, self.bonus.numel() - 1)
-        self.decay_out_proj.bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * depth))
-        zigzag = 0.1 * ((n + 1) % 3 - 1)
-        self.bonus.copy_((depth * (1 - place) + zigzag).view_as(self.bonus))
+        speed, bonus = self.decay_out_proj.bias, self.bonus
+        speed.copy_(-6 + 5 * _places(speed) ** (0.7 + 1.3 * depth))
+        zigzag = 0.1 * ((torch.arange(bonus.numel(), device=bonus.device) + 1) % 3 - 1)
+        bonus.copy_((depth * (1 - _places(bonus)) + zigzag).view_as(bonus))
 
     def state_specs(self) -> list[StateSpec]:
         """The last token and S."""
@@ -132,3 +131,9 @@ class Mixer(nn.Module):
         shares = (low.flatten(1, 2) @ self.mix_out).unflatten(1, x.shape[:2])
         mixed: Tensor = x + change * (self.mix_bias[:, None, None] + shares)
         return mixed
+
+
+def _places(like: Tensor) -> Tensor:
+    """0 at the first channel of all heads to 1 at the last."""
+    n = like.numel()
+    return torch.arange(n, device=like.device) / max(1, n - 1)
