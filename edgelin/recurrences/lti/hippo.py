@@ -1,8 +1,9 @@
 """Continuous systems h' = A h + B x that remember their input's past as Legendre coefficients.
 
     LegS:    A_nk = -r_n r_k (n > k), -(n + 1) (n = k), 0 (n < k) ;  B_n = r_n
-    LegT:    A_nk = -r_n r_k / 2 (n >= k), -(-1)^{n-k} r_n r_k / 2 (n < k) ;  B_n = r_n / 2
-    S4D-LegS (the normal part of LegS): A_nk = -r_n r_k / 2 (n > k), -1/2 (n = k), r_n r_k / 2
+    LegT:    A_nk = -r_n r_k (n >= k), -(-1)^{n-k} r_n r_k (n < k) ;  B_n = r_n
+    S4D-LegS (the normal part of LegS):
+             A_nk = -r_n r_k / 2 (n > k), -1/2 (n = k), r_n r_k / 2 (n < k) ;  B_n = r_n / 2
 
 with r_n = sqrt(2 n + 1). In all of them A + A^T is negative semidefinite: none can grow. LegS is
 the dense example that no basis of eigenvectors serves (their condition number grows like 2^{4N/3});
@@ -31,7 +32,7 @@ def legt(size: int) -> tuple[Tensor, Tensor]:
     root, product = _roots(size)
     sign = (-1.0) ** torch.arange(size, dtype=torch.float64)
     alternating = torch.outer(sign, sign)
-    return -(product.tril() + (alternating * product).triu(1)) / 2, root / 2
+    return -(product.tril() + (alternating * product).triu(1)), root
 
 
 def normal_legs(size: int) -> tuple[Tensor, Tensor]:
