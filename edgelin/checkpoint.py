@@ -2,7 +2,7 @@
 
 ``config.json`` (the model's sizes under ``"model_type": "edgelin"``), ``model.safetensors`` or
 shards ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json`` (every tensor
-once: a tied head is not stored), ``tokenizer.json``, ``tokenizer_config.json`` and
+once: a tied head is not stored) and, for text, ``tokenizer.json``, ``tokenizer_config.json`` and
 ``generation_config.json``. Files are replaced one by one, each atomically, the weights last.
 """
 
@@ -26,6 +26,7 @@ MODEL_TYPE = "edgelin"
 FORMAT = 1
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ARCHITECTURES = {False: "EdgelinForCausalLM", True: "EdgelinForFeatures"}
 _HEADER = {"model_type", "architectures", "format"}
 _NEXT = "give the folder that `edgelin train` wrote, or copy it again"
 
@@ -33,7 +34,7 @@ _NEXT = "give the folder that `edgelin train` wrote, or copy it again"
 def save(
     folder: str | Path,
     model: SequenceModel,
-    tokenizer_json: str,
+    tokenizer_json: str | None,
     dtype: torch.dtype | None = None,
     *,
     shard_bytes: int | None = None,
@@ -43,19 +44,37 @@ def save(
     Args:
         folder: Made if missing; files of an earlier checkpoint in it are replaced.
         model: The model; it carries its ``config``.
-        tokenizer_json: Content of ``tokenizer.json``.
+        tokenizer_json: Content of ``tokenizer.json``; None for a model of features.
         dtype: Of the stored floating-point tensors; None keeps the model's.
         shard_bytes: Largest content of a weight file; None writes one file.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    header = {"model_type": MODEL_TYPE, "architectures": ["EdgelinForCausalLM"], "format": FORMAT}
-    tokenizer = tokenizers.parse(tokenizer_json, folder / "tokenizer.json")
+    features = model.config.features is not None
+    header = {
+        "model_type": MODEL_TYPE,
+        "architectures": [_ARCHITECTURES[features]],
+        "format": FORMAT,
+    }
+    tokenizer = None
+    if tokenizer_json is not None:
+        tokenizer = tokenizers.parse(tokenizer_json, folder / "tokenizer.json")
+    _write_json(folder / "config.json", header | to_dict(model.config))
+    if tokenizer is not None and tokenizer_json is not None:
+        _write_tokenizer(folder, tokenizer, tokenizer_json)
+    tensors = {
+        key: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+        for key, value in own_tensors(model).items()
+    }
+    _write_weights(folder, tensors, shard_bytes)
+
+
+def _write_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, content: str) -> None:
+    """The three files that a checkpoint of a language model has besides."""
     end = tokenizers.end_token_id(tokenizer)
     name = tokenizer.id_to_token(end)
-    _write_json(folder / "config.json", header | to_dict(model.config))
     with replacing(folder / "tokenizer.json") as part:
-        part.write_text(tokenizer_json, encoding="utf-8")
+        part.write_text(content, encoding="utf-8")
     _write_json(
         folder / "tokenizer_config.json",
         {
@@ -66,11 +85,6 @@ def save(
         },
     )
     _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-    tensors = {
-        key: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
-        for key, value in own_tensors(model).items()
-    }
-    _write_weights(folder, tensors, shard_bytes)
 
 
 def load(

@@ -56,6 +56,7 @@ def command(
             err=True,
         )
         sys.exit(130)
-    score = result.bits_per_byte
-    held_out = "" if score is None else f", held-out {score:.4f} bits per byte"
+    held_out = ""
+    if result.score is not None:
+        held_out = f", held-out {result.score:.4f} {result.metric.replace('_', ' ')}"
     click.echo(f"{out}: {result.step} steps{held_out}")

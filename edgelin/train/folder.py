@@ -34,7 +34,7 @@ def check(out: Path, *, resume: bool) -> None:
         )
 
 
-def keep(out: Path, model: SequenceModel, tokenizer_json: str) -> None:
+def keep(out: Path, model: SequenceModel, tokenizer_json: str | None) -> None:
     """Write the checkpoint; if that fails, files that are new go, since they are no checkpoint."""
     before = set(out.iterdir())
     try:

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from edgelin.files import replacing
+from edgelin.train.task import Metric
 
 
 class Log:
@@ -49,26 +50,29 @@ def read(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def plot(log: Path, picture: Path) -> None:
-    """Draw training loss and held-out bits per byte over tokens as a PNG."""
+def plot(log: Path, picture: Path, unit: str, metric: Metric) -> None:
+    """Draw training loss and held-out score over what was read, as a PNG.
+
+    Args:
+        log: The log.
+        picture: The PNG.
+        unit: Key of what was read, a plural.
+        metric: The score.
+    """
     entries = read(log)
     # A bare Figure draws without a display and leaves pyplot's global state alone.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     left = figure.add_subplot()
-    train = [(e["tokens"], e["loss"]) for e in entries if {"tokens", "loss"} <= e.keys()]
-    valid = [
-        (e["tokens"], e["bits_per_byte"])
-        for e in entries
-        if {"tokens", "bits_per_byte"} <= e.keys()
-    ]
-    left.set_xlabel("training tokens")
-    left.set_ylabel("training loss (nats a token)")
+    train = [(e[unit], e["loss"]) for e in entries if {unit, "loss"} <= e.keys()]
+    valid = [(e[unit], e[metric.name]) for e in entries if {unit, metric.name} <= e.keys()]
+    left.set_xlabel(f"training {unit}")
+    left.set_ylabel("training loss")
     lines = []
     if train:
         lines += left.plot(*zip(*train, strict=True), color="C0", label="training loss")
     if valid:
         right = left.twinx()
-        right.set_ylabel("held-out bits per byte")
+        right.set_ylabel(f"held-out {metric.words}")
         lines += right.plot(*zip(*valid, strict=True), "o-", color="C1", label="held-out")
     if lines:
         left.legend(handles=lines)

@@ -1,6 +1,6 @@
 """The training loop: steps, held-out measurements, checkpoints, and how a run stops and goes on.
 
-Output folder: the checkpoint (lowest held-out bits per byte, or the latest without held-out text),
+Output folder: the checkpoint (best held-out score, or the latest without held-out data),
 ``log.jsonl``, ``loss.png``, ``training_state/`` and ``cache/``.
 """
 
@@ -23,13 +23,12 @@ from edgelin.config import RunConfig, to_dict
 from edgelin.errors import EdgelinError
 from edgelin.model import SequenceModel, check_size
 from edgelin.train import folder, log, optimizer, snapshot
-from edgelin.train.data import Corpus, prepare
-from edgelin.train.evaluate import Windows, streamed_bits_per_byte
-from edgelin.train.loss import cross_entropy
+from edgelin.train.data import prepare
 from edgelin.train.meter import Meter, tell
-from edgelin.train.order import Order
 from edgelin.train.schedule import learning_rate, progress
 from edgelin.train.stop import Stop
+from edgelin.train.task import Hidden, Task
+from edgelin.train.text import TextTask
 
 _TRAINING_BYTES = 16  # a parameter, its gradient and both moments in float32
 
@@ -41,17 +40,19 @@ class Result:
     Args:
         step: Optimizer steps done, over all calls.
         interrupted: Whether a signal stopped it; all is saved then.
-        bits_per_byte: Of the whole held-out text, streamed through the kept checkpoint in float32;
-            None without held-out text, or when interrupted.
+        metric: Name of the score.
+        score: Of all held-out data, streamed through the kept checkpoint in float32; None without
+            held-out data, or when interrupted.
     """
 
     step: int
     interrupted: bool
-    bits_per_byte: float | None
+    metric: str
+    score: float | None
 
 
 def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "auto") -> Result:
-    """Train a language model as the config says.
+    """Train a model as the config says.
 
     Args:
         config: The run.
@@ -61,7 +62,7 @@ def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "
 
     Raises:
         EdgelinError: The folder holds a run already (or none to resume) or cannot be written, the
-            texts or the config are unusable, or the loss is no longer finite.
+            data or the config are unusable, or the loss is no longer finite.
     """
     try:
         return _train(config, out, resume, device)
@@ -78,16 +79,20 @@ def _train(config: RunConfig, out: Path, resume: bool, device: str) -> Result:
     folder.check(out, resume=resume)
     check_size(config.model, bytes_each=_TRAINING_BYTES, memory=_memory(where))
     out.mkdir(parents=True, exist_ok=True)
-    tell("reading and encoding the texts")
-    trainer = Trainer(config, out, prepare(config, out), where)
+    trainer = Trainer(config, out, _task(config, out, where), where)
     _warn_of_export(trainer.model)
     if resume:
         trainer.restore()
     with Stop() as stop:
         trainer.fit(stop)
-    if stop.asked:
-        return Result(trainer.step, True, None)
-    return Result(trainer.step, False, trainer.final_score())
+    score = None if stop.asked else trainer.final_score()
+    return Result(trainer.step, stop.asked, trainer.metric.name, score)
+
+
+def _task(config: RunConfig, out: Path, device: torch.device) -> Task:
+    """Read the data of a run."""
+    tell("reading and encoding the texts")
+    return TextTask(config, prepare(config, out), device)
 
 
 class Trainer:
@@ -96,25 +101,23 @@ class Trainer:
     Args:
         config: The run.
         out: Output folder.
-        corpus: Its tokens.
+        task: Its data and loss.
         device: Where to train.
     """
 
-    def __init__(self, config: RunConfig, out: Path, corpus: Corpus, device: torch.device) -> None:
-        self.config, self.step = config, 0
-        self._out, self._corpus, self._device = out, corpus, device
+    def __init__(self, config: RunConfig, out: Path, task: Task, device: torch.device) -> None:
+        self.config, self.step, self.metric = config, 0, task.metric
+        self._out, self._task, self._device = out, task, device
         self._elapsed, self._started = 0.0, 0.0
         self._best: float | None = None
         torch.manual_seed(config.seed)
         self.model = SequenceModel(config.model).to(device)
+        task.initialise(self.model)
         self._optimizer = optimizer.build(self.model, config.optim)
         self._compiled = config.compile and device.type == "cuda"
         hidden = self.model.hidden
         self._hidden = torch.compile(hidden, dynamic=False) if self._compiled else hidden
-        tokens = torch.from_numpy(corpus.train.astype("int32")).to(device)
-        self._order = Order(tokens, config.optim, config.seed, carry_state=config.data.carry_state)
         self._state: dict[str, torch.Tensor] | None = None
-        self._windows = self._held_out()
 
     def restore(self) -> None:
         """Take weights, optimizer and position in the data from the output folder."""
@@ -149,14 +152,14 @@ class Trainer:
         """Train to the end of the schedule, or until a stop is asked for."""
         self._log = log.Log(self._out / "log.jsonl", self.step)
         tell(
-            f"{self.model.num_parameters():,} parameters, {len(self._corpus.train):,} tokens, "
-            f"{self._order.steps_per_epoch} steps an epoch, on {self._device}"
+            f"{self.model.num_parameters():,} parameters, {self._task.size:,} {self._task.unit}, "
+            f"{self._task.steps_per_epoch} steps an epoch, on {self._device}"
         )
         self._start_clock()
         if self._device.type == "cuda" and not self._done():
             self._warm_up()
             self._start_clock()
-        self._meter = Meter(self._tokens_per_step())
+        self._meter = Meter(self._task.units_per_step)
         measured = saved = -1
         with self._bar() as bar:
             while not self._done() and not stop.asked:
@@ -176,14 +179,13 @@ class Trainer:
                 self._save()
 
     def final_score(self) -> float | None:
-        """Streamed bits per byte of the held-out files through the kept checkpoint."""
-        paths = [Path(name) for name in self.config.data.valid]
-        if not paths:
+        """The score of all held-out data through the kept checkpoint; None if there are none."""
+        if not self._task.has_valid:
             return None
-        tell("measuring the whole held-out text")
+        tell("measuring all held-out data")
         model, _ = checkpoint.load(self._out, device=self._device)
-        score = streamed_bits_per_byte(model, self._corpus.tokenizer, *paths, device=self._device)
-        self._log.write(step=self.step, streamed_bits_per_byte=score)
+        score = self._task.final_score(model)
+        self._log.write(**{"step": self.step, f"streamed_{self.metric.name}": score})
         return score
 
     def _warm_up(self) -> None:
@@ -199,20 +201,12 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), {name: value.detach() for name, value in after.items()}
 
-    def _loss(self, hidden_of: Any, *, compiled: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _loss(self, hidden_of: Hidden, *, compiled: bool) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of the next step and the states after it, through a form of ``model.hidden``."""
-        config = self.config
         # Dropout is a pure function of (seed, step), so that no random state need be saved.
-        torch.manual_seed((config.seed << 32) + self.step + 1)
-        inputs, targets = self._order.batch(self.step)
-        state = self._state
-        if state is None or not config.data.carry_state or self._order.begins(self.step):
-            # made outside the compiled function: torch 2.11 miscompiles a constant position
-            state = self.model.initial_state(config.optim.batch_size, self._device)
+        torch.manual_seed((self.config.seed << 32) + self.step + 1)
         with self._autocast():
-            hidden, after = hidden_of(inputs, state)
-            loss = cross_entropy(hidden, self.model.head_weight, targets, compiled=compiled)
-        return loss, after
+            return self._task.loss(self.model, hidden_of, self.step, self._state, compiled=compiled)
 
     def _train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step; gives loss and gradient norm without waiting for the device."""
@@ -225,8 +219,7 @@ class Trainer:
             group["lr"] = self._rate
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if self.config.data.carry_state:
-            self._state = after
+        self._state = after or None
         self.step += 1
         return loss, norm.detach()
 
@@ -238,39 +231,32 @@ class Trainer:
         loss, norm, speed = reading
         self._refuse_unless_finite("loss", loss)
         self._log.write(
-            step=self.step,
-            seconds=round(self._seconds(), 3),
-            tokens=self.step * self._tokens_per_step(),
+            **self._position(),
             loss=loss,
             lr=self._rate,
             grad_norm=norm,
-            tokens_per_second=round(speed),
+            **{f"{self._task.unit}_per_second": round(speed)},
         )
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} {self._task.unit}/s", refresh=False)
         bar.update(self._bar_position() - bar.n)
 
     def _measure(self) -> None:
-        """Held-out bits per byte; the weights are kept if they are the best so far."""
-        if self._windows is None:
+        """The held-out score; the weights are kept if they are the best so far."""
+        if not self._task.has_valid:
             return
         began = time.perf_counter()
         with self._autocast():
-            score = self._windows.bits_per_byte(self.model)
+            score = self._task.score(self.model)
         self._refuse_unless_finite("held-out score", score)
-        self._log.write(
-            step=self.step,
-            seconds=round(self._seconds(), 3),
-            tokens=self.step * self._tokens_per_step(),
-            bits_per_byte=score,
-        )
-        tell(f"step {self.step}: held-out {score:.4f} bits per byte")
-        if self._best is None or score < self._best:
+        self._log.write(**self._position(), **{self.metric.name: score})
+        tell(f"step {self.step}: held-out {score:.4f} {self.metric.words}")
+        if self.metric.improves(score, self._best):
             self._best = score
             self._keep()
         self._meter.pause(time.perf_counter() - began)
 
     def _save(self) -> None:
-        """Write the training state, the picture and, without held-out text, the checkpoint."""
+        """Write the training state, the picture and, without held-out data, the checkpoint."""
         began = time.perf_counter()
         with torch.no_grad():  # the loss of a step says nothing of the weights that it made
             loss, _ = self._loss(self.model.hidden, compiled=False)
@@ -287,7 +273,7 @@ class Trainer:
             self._keep()
         done = snapshot.Progress(self.step, self._seconds(), self._best, self._identity())
         snapshot.save(self._out, done, tensors)
-        log.plot(self._out / "log.jsonl", self._out / "loss.png")
+        log.plot(self._out / "log.jsonl", self._out / "loss.png", self._task.unit, self.metric)
         self._meter.pause(time.perf_counter() - began)
 
     def _refuse_unless_finite(self, name: str, value: float) -> None:
@@ -299,19 +285,15 @@ class Trainer:
             )
 
     def _keep(self) -> None:
-        folder.keep(self._out, self.model, self._corpus.tokenizer.to_str(pretty=True))
+        folder.keep(self._out, self.model, self._task.tokenizer_json)
 
-    def _held_out(self) -> Windows | None:
-        valid = self._corpus.valid
-        if valid is None:
-            return None
-        return Windows(
-            valid,
-            self._corpus.tokenizer,
-            length=self.config.optim.sequence_length,
-            budget=self.config.eval_tokens,
-            device=self._device,
-        )
+    def _position(self) -> dict[str, Any]:
+        """Where a line of the log stands."""
+        return {
+            "step": self.step,
+            "seconds": round(self._seconds(), 3),
+            self._task.unit: self.step * self._task.units_per_step,
+        }
 
     def _identity(self) -> dict[str, Any]:
         """What must not change when a run is resumed."""
@@ -321,8 +303,7 @@ class Trainer:
             "seed": self.config.seed,
             "optim.batch_size": self.config.optim.batch_size,
             "optim.sequence_length": self.config.optim.sequence_length,
-            "data.carry_state": self.config.data.carry_state,
-            "data.train or tokenizer": self._corpus.key,
+            **self._task.identity,
         }
 
     def _autocast(self) -> torch.autocast:
@@ -338,9 +319,6 @@ class Trainer:
 
     def _done(self) -> bool:
         return progress(self.config.optim, self.step, self._seconds()) >= 1
-
-    def _tokens_per_step(self) -> int:
-        return self.config.optim.batch_size * self.config.optim.sequence_length
 
     def _bar(self) -> Any:
         """A bar over steps, or over seconds where only time ends the run."""

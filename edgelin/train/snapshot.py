@@ -35,7 +35,7 @@ class Progress:
     Args:
         step: Optimizer steps done.
         elapsed: Seconds of training done, over all calls.
-        best: Lowest held-out bits per byte so far (None: not measured).
+        best: Best held-out score so far (None: not measured).
         run: What must be the same to go on (name to value).
     """
 

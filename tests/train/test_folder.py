@@ -15,7 +15,7 @@ import torch
 from edgelin import checkpoint
 from edgelin.config import RunConfig, from_dict
 from edgelin.errors import EdgelinError
-from edgelin.train import loop, snapshot
+from edgelin.train import loop, snapshot, text
 from edgelin.train.loop import train
 
 
@@ -83,7 +83,7 @@ def test_a_score_that_is_not_finite_is_not_the_best(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, score: float
 ) -> None:
     scores = iter([2.0, score])
-    monkeypatch.setattr(loop.Windows, "bits_per_byte", lambda self, model: next(scores))
+    monkeypatch.setattr(text.Windows, "bits_per_byte", lambda self, model: next(scores))
     out = tmp_path / "out"
     message = f"^the held-out score is {score} at step 8; .* \\(the checkpoint that scored best is "
     with pytest.raises(EdgelinError, match=message):

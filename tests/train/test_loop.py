@@ -17,7 +17,7 @@ import torch
 from edgelin import checkpoint
 from edgelin.config import RunConfig, from_dict
 from edgelin.errors import EdgelinError
-from edgelin.train import log, loop, optimizer, snapshot
+from edgelin.train import log, loop, optimizer, snapshot, text
 from edgelin.train.loop import train
 
 
@@ -54,7 +54,7 @@ def test_resumed_run_is_bit_equal(
     with monkeypatch.context() as patch:
         _stop_after(patch, 5)
         first = train(config, parted, device="cpu")
-    assert (first.step, first.interrupted, first.bits_per_byte) == (5, True, None)
+    assert (first.step, first.interrupted, first.score) == (5, True, None)
     torch.manual_seed(99)
     second = train(config, parted, resume=True, device="cpu")
     assert second == whole
@@ -72,7 +72,7 @@ def test_resumed_run_is_bit_equal(
 def test_run_leaves_a_checkpoint_a_log_and_a_picture(config: RunConfig, tmp_path: Path) -> None:
     result = train(config, tmp_path / "out", device="cpu")
     assert result.step == 10
-    assert result.bits_per_byte is not None
+    assert result.score is not None
     entries = log.read(tmp_path / "out" / "log.jsonl")
     losses = [e for e in entries if "loss" in e]
     assert [e["step"] for e in losses] == [3, 6, 9, 10]
@@ -81,7 +81,7 @@ def test_run_leaves_a_checkpoint_a_log_and_a_picture(config: RunConfig, tmp_path
     assert losses[-1]["tokens"] == 600
     assert losses[-1]["loss"] < losses[0]["loss"] < math.log(300) + 0.1
     assert [e["step"] for e in entries if "bits_per_byte" in e] == [4, 8, 10]
-    assert entries[-1] == {"step": 10, "streamed_bits_per_byte": result.bits_per_byte}
+    assert entries[-1] == {"step": 10, "streamed_bits_per_byte": result.score}
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
     model, _ = checkpoint.load(tmp_path / "out")
     _, tensors = snapshot.load(tmp_path / "out")
@@ -93,7 +93,7 @@ def test_the_best_weights_are_kept(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = iter([2.0, 1.5, 1.75])
-    monkeypatch.setattr(loop.Windows, "bits_per_byte", lambda self, model: next(scores))
+    monkeypatch.setattr(text.Windows, "bits_per_byte", lambda self, model: next(scores))
     kept = []
     save = checkpoint.save
 
@@ -110,7 +110,7 @@ def test_the_best_weights_are_kept(
 def test_without_held_out_text_the_latest_is_kept(run: dict[str, Any], tmp_path: Path) -> None:
     del run["data"]["valid"]
     result = train(from_dict(RunConfig, run), tmp_path / "out", device="cpu")
-    assert result.bits_per_byte is None
+    assert result.score is None
     model, _ = checkpoint.load(tmp_path / "out")
     _, tensors = snapshot.load(tmp_path / "out")
     assert torch.equal(model.embedding.weight, tensors["model/embedding.weight"])
@@ -221,4 +221,4 @@ def test_gpu_run_resumes(
         assert train(config, tmp_path / "out", device="cuda").interrupted
     result = train(config, tmp_path / "out", resume=True, device="cuda")
     assert result.step == 10
-    assert result.bits_per_byte is not None
+    assert result.score is not None
