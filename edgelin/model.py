@@ -133,6 +133,9 @@ class SequenceModel(nn.Module):
         else:
             self.embedding = FeatureProjection(config.features.size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(len(config.layers)))
+        for i, block in enumerate(self._layers()):
+            if getattr(block.mixer, "shares", False):
+                block.mixer.follow([other.mixer for other in self._layers()[:i]])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.features is not None:
             self.head = nn.Linear(config.hidden_size, config.features.outputs)

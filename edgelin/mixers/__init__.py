@@ -9,7 +9,8 @@ A mixer module has ``Config``, a frozen dataclass read from ``model.mixers.<name
 ``state`` is keyed by ``StateSpec.name``. One forward serves training (any T), prefill and decode
 (T = 1). ``Mixer.needs_position = True`` asks the model for the number of tokens already seen;
 ``Mixer.shares = True`` for a fourth argument, a dictionary of tensors that all layers of one call
-share (RWKV-7 keeps the values of its first layer there).
+share (RWKV-7 keeps the values of its first layer there), and for one call of ``follow(earlier)``,
+the mixers of the layers before it, when the model is built.
 
 Conventions: the projection back into the residual stream is ``out_proj`` (its initial weights
 shrink with depth); projections that make gates of the recurrence have ``beta`` or ``decay`` in

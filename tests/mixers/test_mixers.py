@@ -182,7 +182,7 @@ def test_traces_with_dynamic_batch_and_time(case: str) -> None:
     batch, time = torch.export.Dim("batch", max=64), torch.export.Dim("time", min=1, max=CHUNK)
     state = as_float32(filled_state(mixer, 2))
     program = torch.export.export(
-        mixer,
+        _Alone(mixer),
         (numbers(2, 3, HIDDEN).float(), state, torch.tensor([0, 0])),
         dynamic_shapes=({0: batch, 1: time}, {k: {0: batch} for k in state}, {0: batch}),
     ).module()
@@ -192,6 +192,18 @@ def test_traces_with_dynamic_batch_and_time(case: str) -> None:
         state = filled_state(mixer, rows)
         expected = truth(case, x, state, position)
         check(program(x.float(), as_float32(state), position), expected, 2e-5)
+
+
+class _Alone(nn.Module):
+    """A mixer without the argument that layers of a model share."""
+
+    def __init__(self, mixer: Any) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, x: Tensor, state: dict[str, Tensor], position: Tensor) -> Any:
+        """Run the mixer."""
+        return call(self.mixer, x, state, position)
 
 
 class _Loop(nn.Module):
