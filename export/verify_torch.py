@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from edgelin.export.step_form import load
 from edgelin.recurrences.delta import reference as delta
 from edgelin.recurrences.diagonal import reference as diagonal
+from edgelin.recurrences.dplr import reference as dplr
 from edgelin.recurrences.linear import reference as linear
 from edgelin.recurrences.lti import reference as lti
 
@@ -27,6 +28,7 @@ State = dict[str, Array]
 _REFERENCES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "edgelin::linear": linear.forward,
     "edgelin::delta": lambda *args: delta.reference(*args[:-1], scale=args[-1]),
+    "edgelin::dplr": lambda *args: dplr.reference(*args[:-1], scale=args[-1]),
     "edgelin::diagonal": diagonal.forward,
     "edgelin::lti": lti.forward,
 }
