@@ -15,8 +15,10 @@ from edgelin.errors import EdgelinError
 from edgelin.export.profiles import Profile
 from edgelin.recurrences import CHUNK
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest, TokenizerRecord
+from edgelin.runtimes.signature import Features, Input, Output, Tokens
 
 if TYPE_CHECKING:
+    from edgelin.config import ModelConfig
     from edgelin.model import SequenceModel
 
 
@@ -29,11 +31,13 @@ def manifest(
     default_variant: str,
 ) -> Manifest:
     """The manifest of a bundle, still without its files."""
+    source, output = signature(model.config)
     return Manifest(
         model_hash=model_hash(checkpoint),
-        vocab_size=model.config.vocab_size,
+        input=source,
+        output=output,
         states=model.state_specs(),
-        tokenizer=_tokenizer(checkpoint),
+        tokenizer=_tokenizer(checkpoint) if isinstance(source, Tokens) else None,
         profile=profile.name,
         opset=profile.opset,
         min_onnxruntime=min_onnxruntime,
@@ -44,17 +48,27 @@ def manifest(
     )
 
 
+def signature(config: ModelConfig) -> tuple[Input, Output]:
+    """What the graphs of a model read and answer."""
+    features = config.features
+    if features is None:
+        return Tokens(config.vocab_size), Output(config.vocab_size)
+    return Features(features.size), Output(
+        features.outputs, "outputs", features.head, features.task, features.labels
+    )
+
+
 def stamp(model: ir.Model, contract: Manifest) -> None:
     """Write the contract into the graph's metadata.
 
     Raises:
         ValueError: The graph's inputs and outputs are not those of the contract.
     """
-    names = [contract.input_name, *(s.input_name for s in contract.states)]
+    names = [contract.input.name, *(s.input_name for s in contract.states)]
     found = [value.name for value in model.graph.inputs]
     if found != [*names, contract.num_logits_to_keep]:
         raise ValueError(f"graph inputs are {found}, the contract says {names}")
-    names = [contract.output_name, *(s.output_name for s in contract.states)]
+    names = [contract.output.name, *(s.output_name for s in contract.states)]
     found = [value.name for value in model.graph.outputs]
     if found != names:
         raise ValueError(f"graph outputs are {found}, the contract says {names}")

@@ -1,13 +1,14 @@
-"""The golden stream: a few tokens with the answers of the float64 model, stored in every bundle.
+"""The golden stream: a few steps with the answers of the float64 model, stored in every bundle.
 
 ``golden.json``, which a runtime in any language can replay in a second:
 
-- ``pieces``: feed these token lists one after the other, from the initial states. After each,
-  ``top`` has the ids and values of the 8 largest logits of the last position.
+- ``pieces``: feed the token lists ``ids``, or the lists of steps ``features``, one after the other,
+  from the initial states. After each, ``top`` has the indices (``ids``) and values (``logits``) of
+  the 8 largest logits or outputs of the last position.
 - ``states``: after the last piece, for every state ``max_abs``, the largest magnitude, and
   ``samples``, pairs of (index in the flattened tensor, value), of batch row 0.
-- ``tolerance``: per variant, how far a logit (``logits``, absolute) and a state (``states``, times
-  the ``max_abs`` of that state) may be away. Integer states must be equal.
+- ``tolerance``: per variant, how far a logit or output (``logits``, absolute) and a state
+  (``states``, times the ``max_abs`` of that state) may be away. Integer states must be equal.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from edgelin.export.contract import signature
 from edgelin.export.rounding import Rounded
+from edgelin.layers import FeatureProjection
 from edgelin.runtimes.distribution import divergence
 from edgelin.runtimes.session import Bundle
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from edgelin.model import SequenceModel
 
 FILE_NAME = "golden.json"
-# One token, the next, a ragged chunk, a full one, and a token again.
+# One step, the next, a ragged chunk, a full one, and a step again.
 PIECES = (1, 1, 63, 64, 1)
 _TOP = 8
 _SAMPLES = 4
@@ -45,17 +48,19 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens and what a model makes of them.
+    """Steps and what a model makes of them.
 
     Args:
-        ids: int64 `[T]` tokens.
-        logits: float64 `[T, vocab]`.
-        states: Name to the state after the last token, batch axis dropped.
+        inputs: int64 `[T]` tokens, or float32 `[T, F]` features.
+        outputs: float64 `[T, size]`: logits, or the outputs of a model of features.
+        states: Name to the state after the last step, batch axis dropped.
+        is_distribution: Whether softmax makes probabilities of the outputs.
     """
 
-    ids: npt.NDArray[np.int64]
-    logits: Array
+    inputs: npt.NDArray[Any]
+    outputs: Array
     states: dict[str, npt.NDArray[Any]]
+    is_distribution: bool
 
 
 @dataclass(frozen=True)
@@ -63,28 +68,36 @@ class Errors:
     """How far a graph is from a float64 model on the golden stream.
 
     Args:
-        logits: Largest difference over the largest logit.
+        outputs: Largest difference over the largest logit, or output of a model of features.
         states: The same, of the worst state.
-        logits_rms: Root mean square of the difference over that of the logits.
-        top1: Share of positions with the same likeliest token.
-        kl: Mean Kullback-Leibler divergence from the model's distribution, in nat.
-        max_difference: Largest difference of a logit, absolute.
+        outputs_rms: Root mean square of the difference over that of the outputs.
+        top1: Share of positions with the same likeliest token or class; None in a regression.
+        kl: Mean Kullback-Leibler divergence from the model's distribution, in nat; None as above.
+        max_difference: Largest difference of an output, absolute.
         finite: Whether everything is finite.
     """
 
-    logits: float
+    outputs: float
     states: float
-    logits_rms: float
-    top1: float
-    kl: float
+    outputs_rms: float
+    top1: float | None
+    kl: float | None
     max_difference: float
     finite: bool
 
 
-def token_ids(vocab_size: int) -> npt.NDArray[np.int64]:
-    """The tokens of the stream: the same for every model of this vocabulary size."""
-    random = np.random.default_rng(_SEED)
-    return random.integers(0, vocab_size, sum(PIECES), dtype=np.int64)
+def inputs_of(model: SequenceModel) -> npt.NDArray[Any]:
+    """The stream: the same for every model of this vocabulary size, or of these features.
+
+    Features are normal numbers with the mean and deviation that the model takes off its data.
+    """
+    source, _ = signature(model.config)
+    steps: npt.NDArray[Any] = source.random(np.random.default_rng(_SEED), 1, sum(PIECES))[0]
+    if isinstance(model.embedding, FeatureProjection):
+        mean, scale = (t.float().numpy() for t in (model.embedding.mean, model.embedding.scale))
+        # a scale of 0 belongs to a feature that never changed
+        steps = mean + np.divide(steps, scale, out=np.zeros_like(steps), where=scale != 0)
+    return steps
 
 
 def reference(model: SequenceModel, rounded: Mapping[str, Rounded] | None = None) -> Stream:
@@ -95,50 +108,55 @@ def reference(model: SequenceModel, rounded: Mapping[str, Rounded] | None = None
         rounded: Parameters to replace by their quantised values.
     """
     exact = copy.deepcopy(model).double().eval()
-    ids = token_ids(exact.config.vocab_size)
+    inputs = inputs_of(model)
+    _, output = signature(model.config)
     with torch.no_grad():
         for name, matrix in (rounded or {}).items():
             parameter = exact.get_parameter(name)
             parameter.copy_(torch.from_numpy(matrix.values(parameter.shape[1])))
-        logits, states = exact(torch.from_numpy(ids)[None], exact.initial_state(1, "cpu"))
+        outputs, states = exact(torch.from_numpy(inputs)[None], exact.initial_state(1, "cpu"))
     return Stream(
-        ids,
-        logits[0].double().numpy(),
+        inputs,
+        outputs[0].double().numpy(),
         {name: value[0].numpy() for name, value in states.items()},
+        output.is_distribution,
     )
 
 
-def replay(bundle: Bundle, ids: npt.NDArray[np.int64]) -> Stream:
+def replay(bundle: Bundle, inputs: npt.NDArray[Any]) -> Stream:
     """Feed the pieces to a bundle's default runtime.
 
     Args:
         bundle: An opened variant.
-        ids: int64 `[T]`, T = sum of ``PIECES``.
+        inputs: `[T]` or `[T, F]`, T = sum of ``PIECES``.
     """
     stream = bundle.stream()
     ends = np.cumsum(PIECES)
-    logits = [
-        stream.feed(ids[end - length : end], all_logits=True)
+    outputs = [
+        stream.feed(inputs[end - length : end], all_outputs=True)
         for end, length in zip(ends, PIECES, strict=True)
     ]
     states = {name: value[0] for name, value in stream.states().items()}
-    return Stream(ids, np.concatenate(logits).astype(np.float64), states)
+    is_distribution = bundle.manifest.output.is_distribution
+    return Stream(inputs, np.concatenate(outputs).astype(np.float64), states, is_distribution)
 
 
 def compare(wanted: Stream, got: Stream) -> Errors:
     """Measure the differences."""
-    difference = got.logits - wanted.logits
+    difference = got.outputs - wanted.outputs
+    shares = wanted.is_distribution
+    same = (wanted.outputs.argmax(-1) == got.outputs.argmax(-1)).mean()
     states = [
         float(np.abs(got.states[name].astype(np.float64) - value).max() / _scale(value))
         for name, value in wanted.states.items()
     ]
-    finite = np.isfinite(got.logits).all() and all(np.isfinite(states))
+    finite = np.isfinite(got.outputs).all() and all(np.isfinite(states))
     return Errors(
-        logits=float(np.abs(difference).max() / _scale(wanted.logits)),
+        outputs=float(np.abs(difference).max() / _scale(wanted.outputs)),
         states=max(states, default=0.0),
-        logits_rms=float(np.sqrt(np.mean(difference**2) / np.mean(wanted.logits**2))),
-        top1=float((wanted.logits.argmax(-1) == got.logits.argmax(-1)).mean()),
-        kl=float(divergence(wanted.logits, got.logits).mean()),
+        outputs_rms=float(np.sqrt(np.mean(difference**2) / np.mean(wanted.outputs**2))),
+        top1=float(same) if shares else None,
+        kl=float(divergence(wanted.outputs, got.outputs).mean()) if shares else None,
         max_difference=float(np.abs(difference).max()),
         finite=bool(finite),
     )
@@ -147,17 +165,18 @@ def compare(wanted: Stream, got: Stream) -> Errors:
 def write(folder: Path, wanted: Stream, errors: dict[str, Errors]) -> None:
     """Write ``golden.json``; tolerances come from what each variant missed by."""
     ends = np.cumsum(PIECES)
+    key = "ids" if wanted.inputs.ndim == 1 else "features"
     pieces = []
     for end, length in zip(ends, PIECES, strict=True):
-        logits = wanted.logits[end - 1]
-        top = np.argsort(-logits, kind="stable")[:_TOP]
+        outputs = wanted.outputs[end - 1]
+        top = np.argsort(-outputs, kind="stable")[:_TOP]
         pieces.append(
             {
-                "ids": wanted.ids[end - length : end].tolist(),
-                "top": {"ids": top.tolist(), "logits": [_short(x) for x in logits[top]]},
+                key: _plain(wanted.inputs[end - length : end]),
+                "top": {"ids": top.tolist(), "logits": [_short(x) for x in outputs[top]]},
             }
         )
-    scale = _scale(wanted.logits)
+    scale = _scale(wanted.outputs)
     content = {
         "format": 1,
         "pieces": pieces,
@@ -172,6 +191,13 @@ def write(folder: Path, wanted: Stream, errors: dict[str, Errors]) -> None:
     }
     text = json.dumps(content, indent=1) + "\n"
     (folder / FILE_NAME).write_text(text, encoding="utf-8")
+
+
+def _plain(steps: npt.NDArray[Any]) -> list[Any]:
+    """Steps as JSON, float32 in its shortest decimals."""
+    if steps.ndim == 1:
+        return list(steps.tolist())
+    return [[float(str(x)) for x in row] for row in steps]
 
 
 def _checksum(value: npt.NDArray[Any]) -> dict[str, Any]:

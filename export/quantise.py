@@ -4,11 +4,14 @@ Every MatMul by a constant becomes com.microsoft MatMulNBits with accuracy_level
 int8, one scale a block), the token embedding becomes GatherBlockQuantized. A tied head and
 embedding are rounded once and share their codes and scales. Projections that make the gates of a
 recurrence stay float32 (their errors grow with the length of the stream), as do convolutions,
-norms and states; which ones is decided by words in the parameter's name.
+norms and states; which ones is decided by words in the parameter's name. A model of features keeps
+its first projection and its head float as well: they are small, and all that it reads or answers
+passes through them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +48,10 @@ class Recipe:
     block_size: int = 32
     accuracy_level: int = 4
     float_words: tuple[str, ...] = FLOAT_WORDS
+
+    def for_features(self) -> Recipe:
+        """The recipe for a model that reads features."""
+        return dataclasses.replace(self, float_words=(*self.float_words, "embedding", "head"))
 
     def as_dict(self) -> dict[str, Any]:
         """The entry in the manifest."""

@@ -53,6 +53,7 @@ class Report:
         bundle: The folder written.
         profile: Name of the profile.
         layers: Layers of the model.
+        unit: ``"token"`` or ``"step"``, what the measured speeds count.
         parameters: Trainable numbers of the model.
         state_bytes: Size of a stream's state.
         variants: Name to what was found of it.
@@ -61,6 +62,7 @@ class Report:
     bundle: Path
     profile: str
     layers: int
+    unit: str
     parameters: int
     state_bytes: int
     variants: dict[str, VariantReport]
@@ -72,11 +74,13 @@ class Report:
             error = variant.graph
             limit = _LIMIT if variant.bits == 32 else _QUANTISED_LIMIT
             if not error.finite:
-                missed.append(f"{name}: logits or states are not finite")
-            elif error.logits_rms > limit:
-                missed.append(f"{name}: logits are off by {error.logits_rms:.2g}, limit {limit:g}")
-            elif variant.bits == 32 and max(error.logits, error.states) > _WORST:
-                worst = max(error.logits, error.states)
+                missed.append(f"{name}: outputs or states are not finite")
+            elif error.outputs_rms > limit:
+                missed.append(
+                    f"{name}: outputs are off by {error.outputs_rms:.2g}, limit {limit:g}"
+                )
+            elif variant.bits == 32 and max(error.outputs, error.states) > _WORST:
+                worst = max(error.outputs, error.states)
                 missed.append(f"{name}: worst value is off by {worst:.2g}, limit {_WORST:g}")
         return missed
 
@@ -111,8 +115,8 @@ class Report:
             here = variant.measured
             lines.append(
                 f"  {name}: {variant.bytes / 1e6:.1f} MB, {sum(variant.nodes.values())} nodes, "
-                f"about {here.get('decode_tokens_per_s', 0):,.0f} tokens/s; "
-                f"{variant.graph.logits_rms:.0e} beside the float64 model with its weights"
+                f"about {here.get(f'decode_{self.unit}s_per_s', 0):,.0f} {self.unit}s/s; "
+                f"{variant.graph.outputs_rms:.0e} beside the float64 model with its weights"
             )
         return "\n".join([*lines, f"The whole report: {self.bundle / TEXT_NAME}"])
 
@@ -125,15 +129,16 @@ class Report:
             f"state a stream; edgelin {__version__}, onnxruntime {onnxruntime.__version__}, "
             f"{platform.machine()}.",
             "",
-            "| variant | MB | nodes | a layer | load s | RSS MB | decode tok/s | prefill tok/s |",
+            f"| variant | MB | nodes | a layer | load s | RSS MB | decode {self.unit}s/s "
+            f"| prefill {self.unit}s/s |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
             *(self._size_row(name, variant) for name, variant in self.variants.items()),
             "",
             'Relative errors on the golden stream, against the float64 model. "Own weights": the '
             'graph\'s arithmetic alone; "as trained": with the rounding of the weights. The stream '
-            "is of random tokens; `edgelin eval` measures quality on text.",
+            f"is of random {self.unit}s; `edgelin eval` measures quality on data.",
             "",
-            "| variant | against | logits max | logits rms | states max | top-1 same | KL, nat |",
+            "| variant | against | outputs max | outputs rms | states max | top-1 same | KL, nat |",
             "| --- | --- | --- | --- | --- | --- | --- |",
             *(
                 _error_row(name, against, error)
@@ -159,8 +164,8 @@ class Report:
             f"{count / self.layers:.1f}",
             f"{here.get('load_s', 0):.2f}",
             f"{here.get('rss_bytes', 0) / 1e6:.0f}",
-            f"{here.get('decode_tokens_per_s', 0):.0f}",
-            f"{here.get('prefill_tokens_per_s', 0):.0f}",
+            f"{here.get(f'decode_{self.unit}s_per_s', 0):.0f}",
+            f"{here.get(f'prefill_{self.unit}s_per_s', 0):.0f}",
         ]
         return f"| {' | '.join(cells)} |"
 
@@ -172,7 +177,9 @@ def count_nodes(op_types: list[str]) -> dict[str, int]:
 
 def _error_row(name: str, against: str, error: Errors) -> str:
     """One line of the second table."""
+    top1 = "-" if error.top1 is None else f"{100 * error.top1:.1f} %"
+    kl = "-" if error.kl is None else f"{error.kl:.1e}"
     return (
-        f"| {name} | {against} | {error.logits:.1e} | {error.logits_rms:.1e} | "
-        f"{error.states:.1e} | {100 * error.top1:.1f} % | {error.kl:.1e} |"
+        f"| {name} | {against} | {error.outputs:.1e} | {error.outputs_rms:.1e} | "
+        f"{error.states:.1e} | {top1} | {kl} |"
     )

@@ -1,6 +1,6 @@
 """Trace a model once into an ONNX graph whose recurrences are still single, opaque nodes.
 
-``torch.onnx.export`` sees the model's ordinary ``forward(input_ids, state)``. Every operator of the
+``torch.onnx.export`` sees the model's ordinary ``forward(inputs, state)``. Every operator of the
 ``edgelin`` namespace becomes one node of the ONNX domain ``edgelin``; :mod:`edgelin.export.passes`
 turns these into real ONNX operators later, differently for each profile. The tied output head is
 kept as one node too, so that a pass can let it share the embedding matrix.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxscript
@@ -21,6 +22,7 @@ import torch
 from onnxscript import optimizer
 
 from edgelin.errors import EdgelinError
+from edgelin.export.contract import signature
 from edgelin.export.passes.lower_recurrences import DOMAIN, OPERATORS
 from edgelin.recurrences import CHUNK
 from edgelin.state import StateSpec
@@ -28,8 +30,6 @@ from edgelin.state import StateSpec
 if TYPE_CHECKING:
     from edgelin.model import SequenceModel
 
-INPUT = "input_ids"
-OUTPUT = "logits"
 # The newest opset that torch writes correctly; RMSNormalization (23) stays one node in it.
 TRACE_OPSET = 23
 # Unequal and unlike any width, so that the exporter cannot confuse the two symbolic axes.
@@ -47,11 +47,12 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK) -> ir.Model:
 
     Args:
         model: Model in float32 on the CPU, in evaluation mode.
-        max_time: Largest number of tokens of a call.
+        max_time: Largest number of steps of a call.
 
     Returns:
-        Graph with inputs ``input_ids`` and ``past_*`` and outputs ``logits`` and ``present_*``, in
-        the order of ``model.state_specs()``; weights keep their parameter names.
+        Graph with inputs ``input_ids`` or ``features`` and ``past_*`` and outputs ``logits`` or
+        ``outputs`` and ``present_*``, in the order of ``model.state_specs()``; weights keep their
+        parameter names.
 
     Raises:
         EdgelinError: An attention window is shorter than ``max_time``.
@@ -59,19 +60,21 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK) -> ir.Model:
     specs = model.state_specs()
     _check_windows(specs, max_time)
     states = model.initial_state(_EXAMPLE_BATCH, "cpu")
+    source, output = signature(model.config)
+    steps = np.zeros((_EXAMPLE_BATCH, _EXAMPLE_TIME, *source.step), source.dtype)
     batch = torch.export.Dim("batch", min=1, max=2**20)
     time = torch.export.Dim("time", min=1, max=max_time)
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
             _Positional(model, specs),
             (
-                torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_TIME, dtype=torch.int64),
+                torch.from_numpy(steps),
                 *(states[spec.name] for spec in specs),
             ),
             dynamo=True,
             opset_version=TRACE_OPSET,
-            input_names=[INPUT, *(spec.input_name for spec in specs)],
-            output_names=[OUTPUT, *(spec.output_name for spec in specs)],
+            input_names=[source.name, *(spec.input_name for spec in specs)],
+            output_names=[output.name, *(spec.output_name for spec in specs)],
             dynamic_shapes=({0: batch, 1: time}, tuple({0: batch} for _ in specs)),
             custom_translation_table=_translations(),
             optimize=False,
@@ -105,11 +108,11 @@ class _Positional(torch.nn.Module):
         self.model = model
         self.names = [spec.name for spec in specs]
 
-    def forward(self, input_ids: torch.Tensor, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Logits, then every new state."""
+    def forward(self, inputs: torch.Tensor, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits or outputs, then every new state."""
         state = dict(zip(self.names, states, strict=True))
-        logits, new = self.model(input_ids, state)
-        return logits, *(new[name] for name in self.names)
+        outputs, new = self.model(inputs, state)
+        return outputs, *(new[name] for name in self.names)
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:

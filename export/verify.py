@@ -1,52 +1,45 @@
 """Compare every form of a model with its recurrence, and the graphs of a bundle with each other.
 
-The truth is the model in float64, fed token by token, with each recurrence computed by its
+The truth is the model in float64, fed step by step, with each recurrence computed by its
 ``reference.py``. Beside it stand the parallel form in torch (Triton kernels on a CUDA GPU, chunked
-elsewhere) and the ONNX graphs, fed token by token and in chunks. All start from one random state,
+elsewhere) and the ONNX graphs, fed step by step and in chunks. All start from one random state,
 so that what a form does with its state counts from the first token.
 
-Per position and tensor (logits, the stream after each block, every state), the error of x
-beside the truth y is max|x - y| / max|y|. A quantised graph is another model: its truth is the
-recurrence with the rounded weights, its chunks are held to its steps, and its distributions to the
-float model's, on a text or on what that one writes.
+Per position and tensor (outputs, the stream after each block, every state), the error of x beside
+the truth y is max|x - y| / max|y|. A quantised graph is another model: its truth is the
+recurrence with the rounded weights, its chunks are held to its steps, and its answers to the float
+model's (:mod:`edgelin.export.verify_quality`).
 The graphs do not show the stream between blocks; an error there shows in the next layer's states.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgelin.errors import EdgelinError
-from edgelin.export.verify_golden import replay_golden
+from edgelin.export.verify_forms import Array, Form, OnnxForm, Record, State, replay
+from edgelin.export.verify_golden import golden_steps, replay_golden
+from edgelin.export.verify_quality import bits, qualities
 from edgelin.export.verify_report import (
     TOLERANCE,
     TRUTH,
     Comparison,
     Difference,
-    Quality,
     Verification,
 )
 from edgelin.runtimes import load as open_bundle
-from edgelin.runtimes.buffers import Buffers, initial_state
-from edgelin.runtimes.distribution import divergence, log_softmax
+from edgelin.runtimes.buffers import initial_state
+from edgelin.runtimes.feature_file import Sequences
 from edgelin.runtimes.manifest import HASH_LIMIT, FileRecord, Manifest
+from edgelin.runtimes.signature import Features
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle
-
-Array = NDArray[Any]
-State = dict[str, Array]
-# One call: ids [B, T] and the state before them -> tensors [B, T, ...] and the state after them.
-Form = Callable[[Array, State], tuple[dict[str, Array], State]]
-# Tensor name -> position -> its rows [B, ...].
-Record = dict[str, dict[int, Array]]
 
 LENGTHS = (1, 63, 64, 65, 130)  # one token; around one chunk; into the third
 # Activations are rounded to 8 bits a block: a difference in the last bit of a float can move one
@@ -55,9 +48,6 @@ QUANTISED_TOLERANCE = 5e-2
 # Beside exact activations that rounding shows in full (0.09 at the worst position of the demo); a
 # graph that computes something else is off by 1. The weights are checked one by one.
 ACTIVATION_TOLERANCE = 2e-1
-KL_LIMITS = {8: 0.01, 4: 0.06}  # nat, mean over a text
-TEXT_TOKENS = 2048  # read of a given text
-WRITTEN_TOKENS = 256
 _BATCH = 2
 _SEED = 20
 
@@ -67,7 +57,7 @@ def verify(
     checkpoint: Path | None = None,
     *,
     tolerance: float = TOLERANCE,
-    text: str | None = None,
+    data: str | Sequences | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Verification:
     """Compare all variants of a bundle with its checkpoint, or with themselves without one.
@@ -76,7 +66,8 @@ def verify(
         bundle: Folder written by ``edgelin export``; its hashes and golden streams are checked too.
         checkpoint: The checkpoint it was made from.
         tolerance: Largest relative error of a float form.
-        text: What quantised variants are compared on; None: a text that the float model writes.
+        data: Text or sequences of features that quantised variants are compared on; None: a text
+            that the float model writes, or the golden stream.
         progress: Is told what is being done, a line at a time.
 
     Raises:
@@ -87,7 +78,7 @@ def verify(
     result = Verification(str(bundle), None if checkpoint is None else str(checkpoint))
     result.notes.append("file hashes and golden streams are right")
     random = np.random.default_rng(_SEED)
-    ids = random.integers(0, manifest.vocab_size, (_BATCH, max(LENGTHS)))
+    steps = _random_steps(manifest, bundle, random)
     state = _random_state(manifest, random)
     truth, weights = None, {}
     if checkpoint is None:
@@ -99,8 +90,8 @@ def verify(
         progress("weights beside the checkpoint's")
         weights = _checked_weights(manifest, bundle, checkpoint)
         result.notes.append("the weights of every variant are the checkpoint's")
-        progress("recurrence, token by token in float64")
-        truth, comparison = _torch_forms(checkpoint, ids, state, tolerance)
+        progress("recurrence, step by step in float64")
+        truth, comparison = _torch_forms(checkpoint, steps, state, tolerance)
         result.comparisons.append(comparison)
     opened = {}
     for name in manifest.variants:
@@ -108,58 +99,12 @@ def verify(
         opened[name] = open_bundle(bundle, variant=name)
         replay_golden(opened[name])
         own = truth
-        if checkpoint is not None and _bits(opened[name]) is not None:
+        if checkpoint is not None and bits(opened[name]) is not None:
             progress(f"{name}: recurrence with its rounded weights, in float64")
-            own = _rounded_truth(opened[name], checkpoint, weights, ids, state)
-        result.comparisons += _graph_forms(opened[name], ids, state, own, tolerance)
-    _qualities(opened, checkpoint, text, result)
+            own = _rounded_truth(opened[name], checkpoint, weights, steps, state)
+        result.comparisons += _graph_forms(opened[name], steps, state, own, tolerance)
+    _qualities(opened, checkpoint, data, result)
     return result
-
-
-class OnnxForm:
-    """A variant of a bundle as a form, on the runtime's own buffers.
-
-    Args:
-        bundle: The opened variant.
-        batch: Rows of a call.
-    """
-
-    def __init__(self, bundle: Bundle, batch: int) -> None:
-        self.label = f"{bundle.path} {bundle.variant}"
-        self.names = [spec.name for spec in bundle.manifest.states]
-        self.buffers = Buffers(bundle.session, bundle.manifest, batch, in_place=bundle.in_place)
-
-    def __call__(self, ids: Array, state: State) -> tuple[dict[str, Array], State]:
-        """Run ``ids`` [B, T] in one call, T <= chunk.
-
-        Raises:
-            EdgelinError: A result is not finite.
-        """
-        for name, array in zip(self.names, self.buffers.states, strict=True):
-            array[...] = state[name]
-        logits = self.buffers.run(ids, all_logits=True).copy()
-        copies = (array.copy() for array in self.buffers.states)
-        states: State = dict(zip(self.names, copies, strict=True))
-        for name, values in [("logits", logits), *states.items()]:
-            if not np.isfinite(values).all():
-                raise EdgelinError(
-                    f"{self.label}: {name} is not finite; "
-                    "its weights are damaged, or the model was: export a sound checkpoint"
-                )
-        return {"logits": logits}, states
-
-
-def replay(form: Form, ids: Array, state: State, *, size: int) -> Record:
-    """Feed ``ids`` [B, T] in calls of at most ``size`` tokens and keep all that comes out."""
-    record: Record = defaultdict(dict)
-    for start in range(0, ids.shape[1], size):
-        piece = ids[:, start : start + size]
-        sequences, state = form(piece, state)
-        for name, values in sequences.items():
-            record[name].update({start + t: values[:, t] for t in range(piece.shape[1])})
-        for name, value in state.items():
-            record[name][start + piece.shape[1] - 1] = value
-    return record
 
 
 def compare(record: Record, truth: Record, length: int) -> list[Difference]:
@@ -215,6 +160,15 @@ def _checked_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> dict
     return weights
 
 
+def _random_steps(manifest: Manifest, bundle: Path, random: np.random.Generator) -> Array:
+    """Steps for all lengths; features are spread as the golden stream's, which look like data."""
+    steps = manifest.input.random(random, _BATCH, max(LENGTHS))
+    if isinstance(manifest.input, Features):
+        like = golden_steps(manifest, bundle)[0]
+        steps = (like.mean(0) + like.std(0) * steps).astype(np.float32)
+    return steps
+
+
 def _random_state(manifest: Manifest, random: np.random.Generator) -> State:
     """A state such as a long text could leave: nothing zero, rows at different positions."""
     state = {}
@@ -223,6 +177,8 @@ def _random_state(manifest: Manifest, random: np.random.Generator) -> State:
         if spec.dtype == "int64":
             # Angles and slots must hold deep into a stream too.
             array[...] = random.integers(1_000_000, 2_000_000, array.shape)
+            if any(other.kind == "pool" for other in manifest.states):
+                array[0] = 3  # where a step still moves the mean of all steps
         elif spec.kind == "normalizer":  # a sum of positive features; near zero it divides badly
             array[...] = random.uniform(1, 2, array.shape)
         else:
@@ -232,31 +188,31 @@ def _random_state(manifest: Manifest, random: np.random.Generator) -> State:
 
 
 def _torch_forms(
-    checkpoint: Path, ids: Array, state: State, tolerance: float
+    checkpoint: Path, steps: Array, state: State, tolerance: float
 ) -> tuple[Record, Comparison]:
     """The truth, and the parallel form beside it."""
     from edgelin.export.verify_torch import TorchForm
 
-    truth = replay(TorchForm(checkpoint, sequential=True), ids, state, size=1)
+    truth = replay(TorchForm(checkpoint, sequential=True), steps, state, size=1)
     parallel = TorchForm(checkpoint, sequential=False)
     differences = []
     for length in LENGTHS:
-        record = replay(parallel, ids[:, :length], state, size=length)
+        record = replay(parallel, steps[:, :length], state, size=length)
         differences += compare(record, truth, length)
     form = f"parallel ({'Triton' if parallel.device == 'cuda' else 'chunked'})"
     return truth, Comparison(None, form, TRUTH, tolerance, differences)
 
 
 def _graph_forms(
-    bundle: Bundle, ids: Array, state: State, truth: Record | None, tolerance: float
+    bundle: Bundle, steps: Array, state: State, truth: Record | None, tolerance: float
 ) -> list[Comparison]:
     """Steps and chunks of one variant, beside the truth if it is a float one, and each other."""
     form, name = OnnxForm(bundle, _BATCH), bundle.variant
-    quantised = _bits(bundle) is not None
-    steps = replay(form, ids, state, size=1)
+    quantised = bits(bundle) is not None
+    single = replay(form, steps, state, size=1)
     longest = max(LENGTHS)
     runs = {
-        length: replay(form, ids[:, :length], state, size=bundle.manifest.chunk)
+        length: replay(form, steps[:, :length], state, size=bundle.manifest.chunk)
         for length in LENGTHS
     }
 
@@ -264,19 +220,19 @@ def _graph_forms(
         return [d for length, run in runs.items() for d in compare(run, other, length)]
 
     limit = max(tolerance, QUANTISED_TOLERANCE) if quantised else tolerance
-    beside_steps = Comparison(name, "chunks", "its steps", limit, chunks_beside(steps))
+    beside_steps = Comparison(name, "chunks", "its steps", limit, chunks_beside(single))
     if truth is None:
         return [beside_steps]
     exact = max(tolerance, ACTIVATION_TOLERANCE) if quantised else tolerance
     beside_truth = [
-        Comparison(name, "steps", TRUTH, exact, compare(steps, truth, longest)),
+        Comparison(name, "steps", TRUTH, exact, compare(single, truth, longest)),
         Comparison(name, "chunks", TRUTH, exact, chunks_beside(truth)),
     ]
     return [*beside_truth, beside_steps] if quantised else beside_truth
 
 
 def _rounded_truth(
-    bundle: Bundle, checkpoint: Path, weights: dict[str, Array], ids: Array, state: State
+    bundle: Bundle, checkpoint: Path, weights: dict[str, Array], steps: Array, state: State
 ) -> Record:
     """The recurrence in float64 with the weights that a quantised variant has."""
     from edgelin.export.verify_torch import TorchForm
@@ -285,14 +241,17 @@ def _rounded_truth(
     graph = bundle.path / bundle.manifest.variants[bundle.variant].file
     rounded = rounded_weights(graph, weights)
     form = TorchForm(checkpoint, sequential=True, weights=rounded)
-    return replay(form, ids, state, size=1)
+    return replay(form, steps, state, size=1)
 
 
 def _qualities(
-    opened: dict[str, Bundle], checkpoint: Path | None, text: str | None, result: Verification
+    opened: dict[str, Bundle],
+    checkpoint: Path | None,
+    data: str | Sequences | None,
+    result: Verification,
 ) -> None:
-    """Every quantised variant beside the float model, on a text (None: one that it writes)."""
-    quantised = {name: bundle for name, bundle in opened.items() if _bits(bundle) is not None}
+    """Every quantised variant beside the float model, if there is one."""
+    quantised = [name for name, bundle in opened.items() if bits(bundle) is not None]
     if not quantised:
         return
     form, label = _float_form(opened, checkpoint)
@@ -302,58 +261,16 @@ def _qualities(
             "give --checkpoint"
         )
         return
-    first = next(iter(quantised.values()))
-    manifest = first.manifest
-    start = {spec.name: initial_state(spec, 1) for spec in manifest.states}
-    if text is None:
-        ids = _write_text(form, start, manifest.tokenizer.eos_token_id)
-    else:
-        ids = np.array([first.text.encode(text)[:TEXT_TOKENS]])
-        if ids.size == 0:
-            raise EdgelinError("the text is empty; give one with at least a few hundred words")
-
-    def logits(form: Form) -> Array:
-        return np.concatenate([*replay(form, ids, start, size=manifest.chunk)["logits"].values()])
-
-    wanted = logits(form)
-    for name, bundle in quantised.items():
-        found = logits(OnnxForm(bundle, 1))
-        result.qualities.append(
-            Quality(
-                variant=name,
-                against=label,
-                tokens=ids.size,
-                kl=float(divergence(wanted, found).mean()),
-                top1=float((wanted.argmax(-1) == found.argmax(-1)).mean()),
-                limit=KL_LIMITS[_bits(bundle) or 8],
-            )
-        )
-
-
-def _bits(bundle: Bundle) -> int | None:
-    """Bits of a quantised variant's weights; None for a float one."""
-    quantisation = bundle.manifest.variants[bundle.variant].quantisation
-    return None if quantisation is None else int(quantisation["bits"])
+    result.qualities += qualities(opened, form, label, data)
 
 
 def _float_form(opened: dict[str, Bundle], checkpoint: Path | None) -> tuple[Form | None, str]:
     """The float model, from the bundle if it has it, and its name."""
     for name, bundle in opened.items():
-        if _bits(bundle) is None:
+        if bits(bundle) is None:
             return OnnxForm(bundle, 1), name
     if checkpoint is None:
         return None, ""
     from edgelin.export.verify_torch import TorchForm
 
     return TorchForm(checkpoint, sequential=False), "the float model in torch"
-
-
-def _write_text(form: Form, state: State, first: int) -> Array:
-    """Draw a text from a model at temperature 1, ids [1, T]."""
-    random = np.random.default_rng(_SEED)
-    ids = [first]
-    while len(ids) < WRITTEN_TOKENS:
-        sequences, state = form(np.array([ids[-1:]]), state)
-        cumulative = np.exp(log_softmax(sequences["logits"][0, 0])).cumsum()
-        ids.append(int(np.searchsorted(cumulative, random.uniform(0, cumulative[-1]))))
-    return np.array([ids])

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgelin.errors import EdgelinError
+from edgelin.runtimes.manifest import Manifest
+from edgelin.runtimes.signature import Tokens
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle
@@ -26,12 +29,12 @@ def replay_golden(bundle: Bundle) -> None:
         EdgelinError: The stream is missing or damaged, or a logit or a state is further away than
             the bundle allows.
     """
-    content = _read(bundle)
+    content = _read(bundle.manifest, bundle.path, bundle.variant)
     allowed, stream = content["tolerance"][bundle.variant], bundle.stream()
     for number, piece in enumerate(content["pieces"]):
-        logits = stream.feed(piece["ids"])[piece["top"]["ids"]]
-        found = _furthest(logits, piece["top"]["logits"])
-        _check(bundle, f"logits after piece {number}", found, allowed["logits"])
+        outputs = stream.feed(piece[_key(bundle.manifest)])[piece["top"]["ids"]]
+        found = _furthest(outputs, piece["top"]["logits"])
+        _check(bundle, f"outputs after piece {number}", found, allowed["logits"])
     states = stream.states()
     for name, wanted in content["states"].items():
         flat = states[name].reshape(-1)
@@ -41,14 +44,25 @@ def replay_golden(bundle: Bundle) -> None:
         _check(bundle, f"state {name}", _furthest(flat[list(at)], values), limit)
 
 
-def _read(bundle: Bundle) -> dict[str, Any]:
+def golden_steps(manifest: Manifest, folder: Path) -> NDArray[Any]:
+    """The whole golden stream [1, T, ...] of a bundle.
+
+    Raises:
+        EdgelinError: It is missing or damaged.
+    """
+    pieces = _read(manifest, folder, manifest.default_variant)["pieces"]
+    steps = [step for piece in pieces for step in piece[_key(manifest)]]
+    return manifest.input.check([steps], 1)[0]
+
+
+def _read(manifest: Manifest, folder: Path, variant: str) -> dict[str, Any]:
     """The content of the file, of the right types and complete for this variant."""
-    path = bundle.path / FILE_NAME
-    if FILE_NAME not in bundle.manifest.files:
-        raise EdgelinError(f"{bundle.path} has no {FILE_NAME} in its manifest; export it again")
+    path = folder / FILE_NAME
+    if FILE_NAME not in manifest.files:
+        raise EdgelinError(f"{folder} has no {FILE_NAME} in its manifest; export it again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        _validate(content, bundle)
+        _validate(content, manifest, variant)
     except OSError as error:
         raise EdgelinError(f"{path} cannot be read: {error.strerror}; export again") from error
     except KeyError as error:
@@ -60,24 +74,28 @@ def _read(bundle: Bundle) -> dict[str, Any]:
     return found
 
 
-def _validate(content: Any, bundle: Bundle) -> None:
+def _validate(content: Any, manifest: Manifest, variant: str) -> None:
     """Raise ValueError or KeyError unless every value can be replayed and compared."""
-    vocab = bundle.manifest.vocab_size
     allowed = _typed(_typed(content, dict, "it")["tolerance"], dict, "tolerance")
-    allowed = _typed(allowed[bundle.variant], dict, f"tolerance of {bundle.variant}")
+    allowed = _typed(allowed[variant], dict, f"tolerance of {variant}")
     for key in ("logits", "states"):
         if not _number(allowed[key], f"{key} tolerance") > 0:
             raise ValueError(f"{key} tolerance is {allowed[key]}")
+    key = _key(manifest)
     for piece in _filled(content["pieces"], "pieces"):
-        ids, top = _typed(piece, dict, "a piece")["ids"], _typed(piece["top"], dict, "top")
-        for token in [*_filled(ids, "ids"), *_filled(top["ids"], "top ids")]:
-            _index(token, vocab, "a token id")
+        steps, top = _typed(piece, dict, "a piece")[key], _typed(piece["top"], dict, "top")
+        try:
+            manifest.input.check(_filled(steps, key), 1)
+        except EdgelinError as error:
+            raise ValueError(error) from error
+        for index in _filled(top["ids"], "top ids"):
+            _index(index, manifest.output.size, "a top id")
         if len(_filled(top["logits"], "top logits")) != len(top["ids"]):
             raise ValueError("top has not one logit an id")
         for value in top["logits"]:
             _number(value, "a logit")
     states = _typed(content["states"], dict, "states")
-    specs = {spec.name: spec for spec in bundle.manifest.states}
+    specs = {spec.name: spec for spec in manifest.states}
     if unknown := states.keys() - specs.keys():
         raise ValueError(f"the bundle has no state {min(unknown)}")
     for name, spec in specs.items():
@@ -89,6 +107,11 @@ def _validate(content: Any, bundle: Bundle) -> None:
                 raise ValueError(f"a sample of {name} is no pair")
             _index(sample[0], math.prod(spec.shape), f"an index of {name}")
             _number(sample[1], f"a sample of {name}")
+
+
+def _key(manifest: Manifest) -> str:
+    """Under which name a piece holds its steps."""
+    return "ids" if isinstance(manifest.input, Tokens) else "features"
 
 
 def _typed(value: Any, kind: type, what: str) -> Any:

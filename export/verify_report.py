@@ -20,7 +20,8 @@ class Difference:
     """Errors of one tensor in one run of a form.
 
     Args:
-        tensor: ``"logits"``, ``"hidden.<layer>"`` (the stream after a block), or a state's name.
+        tensor: ``"logits"`` or ``"outputs"``, ``"hidden.<layer>"`` (the stream after a block), or a
+            state's name.
         length: Tokens T of the run.
         errors: Position to max|x - y| / max|y|; states have one at the end of each call only.
     """
@@ -41,7 +42,7 @@ class Difference:
 
     @property
     def layer(self) -> int | None:
-        """Layer of the tensor; None for the logits and for states of the whole model."""
+        """Layer of the tensor; None for the outputs and for states of the whole model."""
         index = self.tensor.rpartition(".")[2]
         return int(index) if index.isdigit() else None
 
@@ -84,33 +85,41 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Quality:
-    """A quantised variant's distributions beside the float model's.
+    """A quantised variant's answers beside the float model's.
 
     Args:
         variant: Graph of the bundle.
         against: The float model.
-        tokens: Positions compared.
-        kl: Mean Kullback-Leibler divergence in nat.
-        top1: Share of positions with the same most probable token.
-        limit: Largest ``kl`` that passes.
+        unit: ``"token"`` or ``"step"``.
+        positions: Answers compared.
+        limit: Largest divergence or error that passes.
+        kl: Mean Kullback-Leibler divergence in nat; None in a regression.
+        top1: Share of positions with the same most probable token or class; None as above.
+        relative_error: rms(x - y) / rms(y - mean(y)) of a regression.
     """
 
     variant: str
     against: str
-    tokens: int
-    kl: float
-    top1: float
+    unit: str
+    positions: int
     limit: float
+    kl: float | None = None
+    top1: float | None = None
+    relative_error: float | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether the divergence is within its limit."""
-        return self.kl <= self.limit
+        """Whether the divergence or error is within its limit."""
+        measured = self.relative_error if self.kl is None else self.kl
+        return measured is not None and measured <= self.limit
 
     def __str__(self) -> str:
+        if self.kl is None or self.top1 is None:
+            measured = f"relative error {self.relative_error:.2e}"
+        else:
+            measured = f"KL {self.kl:.2e} nat, top-1 {100 * self.top1:.1f} %"
         return (
-            f"{self.variant} beside {self.against}: KL {self.kl:.2e} nat, "
-            f"top-1 {100 * self.top1:.1f} % of {self.tokens} tokens, "
+            f"{self.variant} beside {self.against}: {measured} of {self.positions} {self.unit}s, "
             f"{_allowed(self.limit, self.passed)}"
         )
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from edgelin.export.contract import signature
 from edgelin.export.step_form import load
 from edgelin.recurrences.delta import reference as delta
 from edgelin.recurrences.diagonal import reference as diagonal
@@ -35,7 +36,7 @@ _REFERENCES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
 
 
 class TorchForm:
-    """A checkpoint's model as a form: ids and state in, logits, streams and state out.
+    """A checkpoint's model as a form: steps and state in, outputs, streams and state out.
 
     Args:
         folder: The checkpoint.
@@ -54,18 +55,19 @@ class TorchForm:
         with torch.no_grad():
             for name, values in (weights or {}).items():
                 self.model.get_parameter(name).copy_(torch.from_numpy(values))
+        self.output = signature(self.model.config)[1].name
         self._mode = _Sequential if sequential else nullcontext
 
-    def __call__(self, ids: Array, state: State) -> tuple[dict[str, Array], State]:
-        """Run ``ids`` [B, T] in one call."""
+    def __call__(self, steps: Array, state: State) -> tuple[dict[str, Array], State]:
+        """Run ``steps`` [B, T, ...] in one call."""
         tensors = {name: self._tensor(array) for name, array in state.items()}
         with torch.no_grad(), self._mode(), _streams(self.model) as found:
-            logits, after = self.model(torch.from_numpy(ids).to(self.device), tensors)
-        found["logits"] = logits
+            outputs, after = self.model(self._tensor(steps), tensors)
+        found[self.output] = outputs
         return _arrays(found), _arrays(after)
 
     def _tensor(self, array: Array) -> torch.Tensor:
-        """A state in this form's precision; integers stay."""
+        """Steps or a state in this form's precision; integers stay."""
         dtype = self.dtype if np.issubdtype(array.dtype, np.floating) else None
         return torch.tensor(array, dtype=dtype, device=self.device)
 

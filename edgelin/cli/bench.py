@@ -9,7 +9,7 @@ import click
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--tokens", default=4096, show_default=True, help="Length of the stream.")
+@click.option("--tokens", default=4096, show_default=True, help="Tokens or steps of the stream.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON here.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the stream (matplotlib).")
 @click.option("--variant", help="Variant of the bundle; without it, the default one.")
@@ -22,7 +22,7 @@ def command(
     variant: str | None,
     threads: int | None,
 ) -> None:
-    """Measure tokens a second of BUNDLE, and whether a step stays as fast and as small.
+    """Measure tokens or steps a second of BUNDLE, and whether one stays as fast and as small.
 
     \b
     Examples:
@@ -41,11 +41,12 @@ def command(
     if json_file is not None:
         measure.write_json(found, json_file)
     if plot is not None:
-        measure.plot(found["series"], f"{bundle.resolve().name}, {found['variant']}", plot)
+        measure.plot(found, f"{bundle.resolve().name}, {found['variant']}", plot)
+    unit = f"{found['unit']}s"
     for row in found["speed"]:
         click.echo(
-            f"{row['threads']} threads: decode {row['decode_tokens_per_s']:.1f} tokens/s, "
-            f"prefill {row['prefill_tokens_per_s']:.1f} tokens/s"
+            f"{row['threads']} threads: decode {row[f'decode_{unit}_per_s']:.1f} {unit}/s, "
+            f"prefill {row[f'prefill_{unit}_per_s']:.1f} {unit}/s"
         )
     click.echo(f"state: {found['state_bytes']} bytes")
     click.echo(f"{'position':>10}  {'step ms':>9}  {'RSS MiB':>9}")

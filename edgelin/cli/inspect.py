@@ -37,11 +37,14 @@ def command(bundle: Path, as_json: bool) -> None:
 def _text(found: dict[str, Any]) -> str:
     """The description as tables."""
     limit = "any number of" if found["max_time"] is None else f"1 .. {found['max_time']}"
+    unit = "tokens" if found["input"]["kind"] == "tokens" else "steps"
     head = [
         f"{found['bundle']}: written by edgelin {found['edgelin_version']}",
-        f"model        {found['model_hash'][:16]}, {found['vocab_size']} tokens in the vocabulary",
+        f"model        {found['model_hash'][:16]}",
+        f"input        {_input(found['input'])}",
+        f"output       {_output(found['output'])}",
         f"profile      {found['profile']}, opset {found['opset']}",
-        f"a call       {limit} tokens, {found['chunk']} while reading a prompt",
+        f"a call       {limit} {unit}, {found['chunk']} while reading many",
         f"onnxruntime  >= {found['min_onnxruntime']} needed, "
         f"{found['installed_onnxruntime'] or 'none'} installed",
     ]
@@ -67,6 +70,29 @@ def _text(found: dict[str, Any]) -> str:
         _table(["other file", "bytes", "check"], others),
     ]
     return "\n\n".join(["\n".join(head), *tables])
+
+
+def _input(entry: dict[str, Any]) -> str:
+    """What the model reads."""
+    if entry["kind"] == "tokens":
+        size = f"{entry['vocab_size']} tokens in the vocabulary"
+    else:
+        size = f"{entry['feature_size']} numbers a step"
+    return f"{_tensor(entry)}, {size}"
+
+
+def _output(entry: dict[str, Any]) -> str:
+    """What the model answers."""
+    if "task" not in entry:
+        return _tensor(entry)
+    about = "every step" if entry["head"] == "step" else "all that was read so far"
+    shown = [f"{_tensor(entry)}, {entry['task']} of {about}"]
+    return ": ".join([*shown, *filter(None, [", ".join(entry["labels"])])])
+
+
+def _tensor(entry: dict[str, Any]) -> str:
+    """Name, type and shape of a graph's input or output."""
+    return f"{entry['name']} {entry['dtype']} [{' '.join(map(str, entry['shape']))}]"
 
 
 def _quantisation(recipe: dict[str, Any] | None) -> str:

@@ -70,7 +70,7 @@ def command(
             return interrupted() or output.failure is not None
 
         speed = complete.complete(model, stream, text, options, emit=output.emit, interrupted=ended)
-        if save_state is not None and stream.logits is not None:
+        if save_state is not None and stream.outputs is not None:
             stream.save(save_state)
         else:
             output.emit(stream.flush())

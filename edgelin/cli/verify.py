@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from edgelin.errors import EdgelinError
 from edgelin.export.verify_report import TOLERANCE
+
+if TYPE_CHECKING:
+    from edgelin.runtimes.feature_file import Sequences
 
 
 def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
@@ -42,16 +46,23 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
     help="Compare quantised variants on this UTF-8 file (also .xz or .gz; - is stdin), not on a "
     "text that the float model writes.",
 )
+@click.option(
+    "--features",
+    metavar="F",
+    type=click.Path(path_type=Path),
+    help="The same for a model of features: an .npz of sequences (x, lengths).",
+)
 def command(
     bundle: Path,
     checkpoint: Path | None,
     json_path: Path | None,
     tolerance: float,
     text: str | None,
+    features: Path | None,
 ) -> None:
     """Check a BUNDLE: hashes, golden streams, and one form of the model beside another.
 
-    With --checkpoint, the parallel form in torch and the graphs, fed token by token and in chunks,
+    With --checkpoint, the parallel form in torch and the graphs, fed step by step and in chunks,
     stand beside the recurrence in float64; without, chunks beside steps. Exits with 1 when an error
     is beyond the tolerance.
 
@@ -60,7 +71,6 @@ def command(
       edgelin verify bundles/demo --checkpoint examples/demo/checkpoint --json parity.json
     """
     from edgelin.export.verify import verify
-    from edgelin.runtimes.text_file import read_text
 
     def progress(line: str) -> None:
         click.echo(line, err=True)
@@ -69,7 +79,7 @@ def command(
         bundle,
         checkpoint,
         tolerance=tolerance,
-        text=None if text is None else read_text(text),
+        data=_data(bundle, text, features),
         progress=progress,
     )
     if json_path is not None:
@@ -78,3 +88,18 @@ def command(
     if not result.passed:
         raise EdgelinError(result.failure())
     click.echo(f"{bundle} is verified")
+
+
+def _data(bundle: Path, text: str | None, features: Path | None) -> str | Sequences | None:
+    """What quantised variants are compared on, which must be of the bundle's kind."""
+    from edgelin.runtimes import feature_file
+    from edgelin.runtimes.manifest import Manifest
+    from edgelin.runtimes.text_file import read_text
+
+    manifest = Manifest.read(bundle)
+    if features is not None:
+        source = feature_file.check_features(manifest.input, bundle)
+        return feature_file.read_sequences(features, source, manifest.output)
+    if text is not None and manifest.tokenizer is None:
+        raise EdgelinError(f"{bundle} reads features, not text; give --features in place of --text")
+    return None if text is None else read_text(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
@@ -9,8 +11,8 @@ from numpy.typing import NDArray
 from edgelin.runtimes.manifest import Manifest
 from edgelin.state import StateSpec
 
-Ids = NDArray[np.int64]
-Logits = NDArray[np.float32]
+Inputs = NDArray[np.int64] | NDArray[np.float32]
+Outputs = NDArray[np.float32]
 State = NDArray[np.float32] | NDArray[np.int64]
 
 
@@ -42,9 +44,10 @@ class Buffers:
         first = [initial_state(spec, batch) for spec in manifest.states]
         second = [a if in_place and a.dtype == np.float32 else a.copy() for a in first]
         self._sets = [first, second]
-        self._ids = np.zeros(batch * manifest.chunk, np.int64)
+        source = manifest.input
+        self._inputs = np.zeros(batch * manifest.chunk * math.prod(source.step), source.dtype)
         self._keep = np.array([1], np.int64)
-        self._logits = np.zeros(batch * manifest.vocab_size, np.float32)
+        self._outputs = np.zeros(batch * manifest.output.size, np.float32)
         self._turn = 0
         self._bindings = [self._bind(0), self._bind(1)]
         self._bound: list[tuple[int, bool] | None] = [None, None]
@@ -54,27 +57,28 @@ class Buffers:
         """The current state arrays, in the order of the manifest; writable."""
         return self._sets[self._turn]
 
-    def run(self, ids: Ids, *, all_logits: bool = False) -> Logits:
-        """Read ``ids`` [B, T], T <= chunk, and advance the states.
+    def run(self, inputs: Inputs, *, all_outputs: bool = False) -> Outputs:
+        """Read ``inputs`` [B, T] or [B, T, F], T <= chunk, and advance the states.
 
         Returns:
-            [B, 1, vocab], or [B, T, vocab] with ``all_logits``; overwritten by the next call.
+            [B, 1, size], or [B, T, size] with ``all_outputs``; overwritten by the next call.
         """
-        batch, time = ids.shape
-        kept = time if all_logits else 1
-        size = batch * kept * self._manifest.vocab_size
-        if size > self._logits.size:
-            self._logits = np.zeros(size, np.float32)
+        batch, time = inputs.shape[:2]
+        kept = time if all_outputs else 1
+        shape = (batch, kept, self._manifest.output.size)
+        size = math.prod(shape)
+        if size > self._outputs.size:
+            self._outputs = np.zeros(size, np.float32)
             self._bound = [None, None]
-        self._ids[: ids.size] = ids.reshape(-1)
-        self._keep[0] = 0 if all_logits else 1
+        self._inputs[: inputs.size] = inputs.reshape(-1)
+        self._keep[0] = 0 if all_outputs else 1
         binding = self._bindings[self._turn]
-        if self._bound[self._turn] != (time, all_logits):
+        if self._bound[self._turn] != (time, all_outputs):
             self._bind_call(binding, time, kept)
-            self._bound[self._turn] = (time, all_logits)
+            self._bound[self._turn] = (time, all_outputs)
         self._session.run_with_iobinding(binding)
         self._turn = 1 - self._turn
-        return self._logits[:size].reshape(batch, kept, self._manifest.vocab_size)
+        return self._outputs[:size].reshape(shape)
 
     def _bind(self, turn: int) -> onnxruntime.IOBinding:
         """Bind the tensors whose shape never changes."""
@@ -92,15 +96,12 @@ class Buffers:
         return binding
 
     def _bind_call(self, binding: onnxruntime.IOBinding, time: int, kept: int) -> None:
-        """Bind the tensors whose shape follows the number of tokens."""
-        manifest, batch = self._manifest, self._batch
-        binding.bind_input(
-            manifest.input_name, "cpu", 0, np.int64, [batch, time], self._ids.ctypes.data
-        )
-        shape = [batch, kept, manifest.vocab_size]
-        binding.bind_output(
-            manifest.output_name, "cpu", 0, np.float32, shape, self._logits.ctypes.data
-        )
+        """Bind the tensors whose shape follows the number of steps."""
+        source, output, batch = self._manifest.input, self._manifest.output, self._batch
+        shape = [batch, time, *source.step]
+        binding.bind_input(source.name, "cpu", 0, source.dtype, shape, self._inputs.ctypes.data)
+        shape = [batch, kept, output.size]
+        binding.bind_output(output.name, "cpu", 0, np.float32, shape, self._outputs.ctypes.data)
 
 
 def initial_state(spec: StateSpec, batch: int) -> State:

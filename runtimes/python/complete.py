@@ -57,7 +57,7 @@ def complete(
         EdgelinError: The prompt is empty.
     """
     ids = [] if prompt is None else bundle.text.encode(prompt, start=stream.position == 0)
-    if not ids and (prompt is not None or stream.logits is None):
+    if not ids and (prompt is not None or stream.outputs is None):
         raise EdgelinError("the prompt is empty; give text of at least one character")
     if ids:
         stream.flush()  # what an earlier text left unfinished does not belong to this one

@@ -45,7 +45,8 @@ def describe(bundle: Path) -> dict[str, Any]:
         "bundle": str(bundle),
         "edgelin_version": manifest.edgelin_version,
         "model_hash": manifest.model_hash,
-        "vocab_size": manifest.vocab_size,
+        "input": manifest.input.as_dict(),
+        "output": manifest.output.as_dict(),
         "profile": manifest.profile,
         "opset": manifest.opset,
         "chunk": manifest.chunk,
@@ -89,7 +90,8 @@ def _runtime(bundle: Path, manifest: Manifest, variants: dict[str, Any]) -> dict
             continue
         try:
             # All that a run checks: the contract in the graph, a call of it, the tokenizer.
-            _ = Bundle(bundle, variant=name, threads=1).text
+            opened = Bundle(bundle, variant=name, threads=1)
+            _ = opened.text if manifest.tokenizer is not None else None
             loads[name] = (True, None)
         except EdgelinError as error:
             loads[name] = (False, str(error))

@@ -59,7 +59,9 @@ def evaluate(
     Raises:
         EdgelinError: The text is empty, or the bundles have different tokenizers.
     """
-    ids, size = _tokens(bundle.text, text, bundle.manifest.tokenizer.eos_token_id, max_tokens)
+    codec, tokenizer = bundle.text, bundle.manifest.tokenizer
+    assert tokenizer is not None  # or the codec had refused
+    ids, size = _tokens(codec, text, tokenizer.eos_token_id, max_tokens)
     bundles = [bundle]
     if against is not None:
         if against.text.tokenizer.to_str() != bundle.text.tokenizer.to_str():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,6 +18,7 @@ from edgelin import __version__
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing, sha256
 from edgelin.runtimes.manifest_types import check_types
+from edgelin.runtimes.signature import Features, Input, Output, read_signature
 from edgelin.state import StateSpec
 
 FORMAT = 1
@@ -77,27 +78,28 @@ class Manifest:
 
     Args:
         model_hash: sha256 of the checkpoint; the same for all variants of one model.
-        vocab_size: Token ids are 0 .. vocab_size - 1.
+        input: What the graphs read.
+        output: What they answer.
         states: State tensors in graph order.
-        tokenizer: Tokenizer file and special ids.
+        tokenizer: Tokenizer file and special ids; None for a model of features.
         profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
         opset: ai.onnx opset of the graphs.
         min_onnxruntime: Oldest onnxruntime that runs the graphs, such as ``"1.25.1"``.
         default_variant: Key of ``variants`` that is used unless another is asked for.
         variants: Name to graph.
         files: Other files of the bundle by relative path.
-        max_time: Largest number of tokens in one call, None for no limit.
-        chunk: Number of tokens a call should carry while reading a prompt.
-        input_name: Graph input that takes the token ids.
-        output_name: Graph output that gives the logits.
-        num_logits_to_keep: Overridable initializer: how many last positions get logits, 0 for all.
+        max_time: Largest number of steps in one call, None for no limit.
+        chunk: Number of steps a call should carry while reading many.
+        num_logits_to_keep: Overridable initializer: how many last positions are answered, 0 for
+            all.
         edgelin_version: Version of the exporter.
     """
 
     model_hash: str
-    vocab_size: int
+    input: Input
+    output: Output
     states: list[StateSpec]
-    tokenizer: TokenizerRecord
+    tokenizer: TokenizerRecord | None
     profile: str
     opset: int
     min_onnxruntime: str
@@ -106,8 +108,6 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
     max_time: int | None = None
     chunk: int = 64
-    input_name: str = "input_ids"
-    output_name: str = "logits"
     num_logits_to_keep: str = "num_logits_to_keep"
     edgelin_version: str = __version__
 
@@ -115,18 +115,8 @@ class Manifest:
         """What the graphs themselves carry as JSON in ``metadata_props["edgelin"]``."""
         return {
             "format": FORMAT,
-            "input": {
-                "name": self.input_name,
-                "kind": "tokens",
-                "dtype": "int64",
-                "shape": ["batch", "time"],
-                "vocab_size": self.vocab_size,
-            },
-            "output": {
-                "name": self.output_name,
-                "dtype": "float32",
-                "shape": ["batch", "kept", "vocab"],
-            },
+            "input": self.input.as_dict(),
+            "output": self.output.as_dict(),
             "num_logits_to_keep": self.num_logits_to_keep,
             "max_time": self.max_time,
             "states": [spec.as_dict() for spec in self.states],
@@ -142,11 +132,7 @@ class Manifest:
             "model_hash": self.model_hash,
             **io,
             "chunk": self.chunk,
-            "tokenizer": {
-                "file": self.tokenizer.file,
-                "eos_token_id": self.tokenizer.eos_token_id,
-                "special_tokens": self.tokenizer.special_tokens,
-            },
+            "tokenizer": None if self.tokenizer is None else asdict(self.tokenizer),
             "opset": self.opset,
             "min_onnxruntime": self.min_onnxruntime,
             "default_variant": self.default_variant,
@@ -332,12 +318,16 @@ def _read_records(content: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:
     """Pick the fields out of parsed JSON that has passed ``check_types``."""
+    source, output = read_signature(content)
     tokenizer = content["tokenizer"]
     return cls(
         model_hash=content["model_hash"],
-        vocab_size=content["input"]["vocab_size"],
+        input=source,
+        output=output,
         states=[StateSpec.from_dict(entry) for entry in content["states"]],
-        tokenizer=TokenizerRecord(
+        tokenizer=None
+        if tokenizer is None
+        else TokenizerRecord(
             tokenizer["file"], tokenizer["eos_token_id"], dict(tokenizer["special_tokens"])
         ),
         profile=content["profile"],
@@ -351,8 +341,6 @@ def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:
         files=_read_records(content["files"]),
         max_time=content["max_time"],
         chunk=content["chunk"],
-        input_name=content["input"]["name"],
-        output_name=content["output"]["name"],
         num_logits_to_keep=content["num_logits_to_keep"],
         edgelin_version=content["edgelin_version"],
     )
@@ -373,10 +361,9 @@ def _validate(manifest: Manifest, where: str) -> None:
     for spec in manifest.states:
         if spec.dtype not in ("float32", "int64"):
             _refuse(where, f"state {spec.name} is {spec.dtype}; allowed: float32, int64")
-    largest = max([manifest.tokenizer.eos_token_id, *manifest.tokenizer.special_tokens.values()])
-    if largest >= manifest.vocab_size:
-        _refuse(where, f"special token {largest} is beyond vocab_size {manifest.vocab_size}")
-    paths = [manifest.tokenizer.file, *manifest.files]
+    if isinstance(manifest.input, Features) != (manifest.tokenizer is None):
+        _refuse(where, f"tokenizer does not fit an input of {manifest.input.kind}")
+    paths = [*manifest.files]
     for name, variant in manifest.variants.items():
         if variant.file not in variant.files:
             _refuse(where, f"variant {name} does not list its own file {variant.file!r}")
@@ -384,8 +371,17 @@ def _validate(manifest: Manifest, where: str) -> None:
     for path in paths:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
             _refuse(where, f"file {path!r} lies outside the bundle")
-    if manifest.tokenizer.file not in manifest.files:
-        _refuse(where, f"tokenizer.file {manifest.tokenizer.file!r} is not among files")
+    if manifest.tokenizer is not None:
+        _validate_tokenizer(manifest, manifest.tokenizer, where)
+
+
+def _validate_tokenizer(manifest: Manifest, tokenizer: TokenizerRecord, where: str) -> None:
+    """Refuse ids that the model does not know, and a file that is not in the bundle."""
+    largest = max([tokenizer.eos_token_id, *tokenizer.special_tokens.values()])
+    if largest >= manifest.output.size:
+        _refuse(where, f"special token {largest} is beyond vocab_size {manifest.output.size}")
+    if tokenizer.file not in manifest.files:
+        _refuse(where, f"tokenizer.file {tokenizer.file!r} is not among files")
 
 
 def _refuse(where: str, problem: str) -> None:

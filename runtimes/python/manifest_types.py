@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+from edgelin.config import HEADS, TASKS
 from edgelin.state import StateSpec
 
 _VERSION = r"[0-9]{1,6}(\.[0-9]{1,6}){0,3}"
@@ -31,17 +32,35 @@ def check_types(content: dict[str, Any]) -> None:
         _whole(content[key], key, low)
     if content["max_time"] is not None:
         _whole(content["max_time"], "max_time", 1)
-    source, output = _object(content["input"], "input"), _object(content["output"], "output")
-    _text(source["name"], "input.name")
-    _whole(source["vocab_size"], "input.vocab_size", 1)
-    _text(output["name"], "output.name")
+    _signature(_object(content["input"], "input"), _object(content["output"], "output"))
     _need(isinstance(content["states"], list), content["states"], "states", "a list")
     for index, entry in enumerate(content["states"]):
         _state(entry, f"states[{index}]")
-    _tokenizer(_object(content["tokenizer"], "tokenizer"))
+    if content["tokenizer"] is not None:
+        _tokenizer(_object(content["tokenizer"], "tokenizer"))
     for name, entry in _object(content["variants"], "variants").items():
         _variant(_object(entry, f"variants.{name}"), f"variants.{name}")
     _records(content["files"], "files")
+
+
+def _signature(source: dict[str, Any], output: dict[str, Any]) -> None:
+    """Input and output, of tokens or of features."""
+    _text(source["name"], "input.name")
+    _text(output["name"], "output.name")
+    kind = source["kind"]
+    _need(kind in ("tokens", "features"), kind, "input.kind", "tokens, features")
+    if kind == "tokens":
+        _whole(source["vocab_size"], "input.vocab_size", 1)
+        return
+    _whole(source["feature_size"], "input.feature_size", 1)
+    _whole(output["size"], "output.size", 1)
+    for key, allowed in (("head", HEADS), ("task", TASKS)):
+        good = isinstance(output[key], str) and output[key] in allowed
+        _need(good, output[key], f"output.{key}", ", ".join(allowed))
+    labels = output["labels"]
+    good = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    _need(good and len(labels) in (0, output["size"]), labels, "output.labels",
+          f"a list of no or {output['size']} strings")  # fmt: skip
 
 
 def _state(entry: Any, where: str) -> None:

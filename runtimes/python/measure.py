@@ -35,7 +35,7 @@ class Point:
     """One measured position of a stream.
 
     Args:
-        position: Tokens read when the window of steps ended.
+        position: Tokens or steps read when the window of steps ended.
         step_ms: Median time of the last steps, in milliseconds.
         fastest_ms: Shortest of them: what a busy machine disturbs least.
         rss_bytes: Resident memory of the process.
@@ -70,6 +70,7 @@ def bench(bundle: Path, *, tokens: int, threads: int | None, variant: str | None
         "bundle": str(bundle),
         "variant": model.variant,
         "profile": model.manifest.profile,
+        "unit": model.manifest.input.unit,
         "states_in_place": model.in_place,
         "state_bytes": stream.state_bytes,
         "machine": f"{platform.machine()}, {platform.system()}, {psutil.cpu_count()} logical cores",
@@ -81,35 +82,35 @@ def bench(bundle: Path, *, tokens: int, threads: int | None, variant: str | None
 
 
 def speed(bundle: Bundle, stream: Stream, repeats: int = 100) -> dict[str, float]:
-    """Median tokens a second, one token a call and a chunk a call; advances the stream."""
-    chunk = bundle.manifest.chunk
-    ids = _ids(bundle.manifest.vocab_size, chunk)
-    stream.feed(ids)
-    steps = [_timed(stream, ids[:1]) for _ in range(_WARM_UP + repeats)][_WARM_UP:]
-    chunks = [_timed(stream, ids) for _ in range(2 + max(5, repeats // chunk))][2:]
+    """Median tokens (or steps) a second, one a call and a chunk a call; advances the stream."""
+    chunk, unit = bundle.manifest.chunk, bundle.manifest.input.unit
+    inputs = _inputs(stream, chunk)
+    stream.feed(inputs)
+    steps = [_timed(stream, inputs[:1]) for _ in range(_WARM_UP + repeats)][_WARM_UP:]
+    chunks = [_timed(stream, inputs) for _ in range(2 + max(5, repeats // chunk))][2:]
     return {
-        "decode_tokens_per_s": 1 / float(np.median(steps)),
-        "prefill_tokens_per_s": chunk / float(np.median(chunks)),
+        f"decode_{unit}s_per_s": 1 / float(np.median(steps)),
+        f"prefill_{unit}s_per_s": chunk / float(np.median(chunks)),
     }
 
 
 def series(stream: Stream, positions: list[int], window: int = WINDOW) -> list[Point]:
-    """Feed tokens one by one and measure at the given positions.
+    """Feed steps one by one and measure at the given positions.
 
     Args:
         stream: Where to go on from.
-        positions: Ascending, as tokens from here; a point is the median of the ``window`` steps
+        positions: Ascending, as steps from here; a point is the median of the ``window`` steps
             that end there.
         window: See above.
     """
-    ids = _ids(stream.vocab_size, 4096)
+    inputs = _inputs(stream, 4096)
     process = psutil.Process()
     recent = np.zeros(window)
     points = []
     remaining = iter(positions)
     wanted = next(remaining)
-    for step in tqdm(range(1, positions[-1] + 1), unit="token", disable=None, leave=False):
-        recent[step % window] = _timed(stream, ids[step % len(ids)][None])
+    for step in tqdm(range(1, positions[-1] + 1), unit="step", disable=None, leave=False):
+        recent[step % window] = _timed(stream, inputs[step % len(inputs)][None])
         if step == wanted:
             taken = 1e3 * recent[recent > 0]
             rss = process.memory_info().rss
@@ -121,8 +122,8 @@ def series(stream: Stream, positions: list[int], window: int = WINDOW) -> list[P
 
 def ratio(one: Stream, other: Stream, steps: int) -> float:
     """Median step time of one stream over that of another, taken in alternation."""
-    ids = _ids(one.vocab_size, steps)
-    taken = [[_timed(stream, token[None]) for stream in (one, other)] for token in ids]
+    inputs = _inputs(one, steps)
+    taken = [[_timed(stream, step[None]) for stream in (one, other)] for step in inputs]
     first, second = np.median(taken, axis=0)
     return float(first / second)
 
@@ -177,7 +178,7 @@ def _whole(path: Path) -> Iterator[Path]:
         raise EdgelinError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def plot(points: list[dict[str, Any]], title: str, path: Path) -> None:
+def plot(found: dict[str, Any], title: str, path: Path) -> None:
     """Draw step time and memory against position into a path that :func:`check_plot` allows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -185,23 +186,24 @@ def plot(points: list[dict[str, Any]], title: str, path: Path) -> None:
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
+    points = found["series"]
     position = [point["position"] for point in points]
     upper.plot(position, [point["step_ms"] for point in points], "o-")
     upper.set(title=title, ylabel="median step, ms", xscale="log", ylim=(0, None))
     memory = [point["rss_bytes"] / 2**20 for point in points]
     lower.plot(position, memory, "o-")
     limits = (0, 1.2 * max(memory))  # a flat line would lie on the frame
-    lower.set(xlabel="position, tokens", ylabel="resident memory, MiB", ylim=limits)
+    lower.set(xlabel=f"position, {found['unit']}s", ylabel="resident memory, MiB", ylim=limits)
     save_figure(figure, path)
 
 
-def _timed(stream: Stream, ids: Any) -> float:
+def _timed(stream: Stream, inputs: Any) -> float:
     """Seconds of one feed."""
     begin = time.perf_counter()
-    stream.feed(ids)
+    stream.feed(inputs)
     return time.perf_counter() - begin
 
 
-def _ids(vocab_size: int, count: int) -> Any:
-    """Random but repeatable token ids."""
-    return np.random.default_rng(0).integers(0, vocab_size, count)
+def _inputs(stream: Stream, count: int) -> Any:
+    """Random but repeatable steps, without a batch axis."""
+    return stream.input.random(np.random.default_rng(0), 1, count)[0]

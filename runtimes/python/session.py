@@ -55,8 +55,15 @@ class Bundle:
 
     @cached_property
     def text(self) -> TextCodec:
-        """The tokenizer of the bundle, read on first use."""
-        return TextCodec(self.path / self.manifest.tokenizer.file, self.manifest.vocab_size)
+        """The tokenizer of the bundle, read on first use.
+
+        Raises:
+            EdgelinError: The model reads features, or the file is damaged.
+        """
+        tokenizer = self.manifest.tokenizer
+        if tokenizer is None:
+            raise EdgelinError(f"{self.path} reads features, not text; give it --features")
+        return TextCodec(self.path / tokenizer.file, self.manifest.output.size)
 
     def stream(self, batch: int = 1) -> Stream:
         """A new stream in its initial state, ``batch`` independent rows wide."""
@@ -106,7 +113,7 @@ def open_session(graph: Path, threads: int) -> onnxruntime.InferenceSession:
 def in_place_works(session: onnxruntime.InferenceSession, manifest: Manifest) -> bool:
     """Whether each float32 state may be read and written in one buffer.
 
-    No operator promises that, so two calls with one token and one with a whole chunk are made from
+    No operator promises that, so two calls of one step and one of a whole chunk are made from
     random states both ways; only if every bit agrees are the states updated in place, which
     saves a third to a half of the time of a recurrence.
     """
@@ -118,10 +125,10 @@ def in_place_works(session: onnxruntime.InferenceSession, manifest: Manifest) ->
             for array in arrays:
                 array[...] = filling
     for time in (1, manifest.chunk, 1):
-        ids = random.integers(0, manifest.vocab_size, (1, time))
-        logits = [run.run(ids).tobytes() for run in runs]
+        inputs = manifest.input.random(random, 1, time)
+        outputs = [run.run(inputs).tobytes() for run in runs]
         states = [[array.tobytes() for array in run.states] for run in runs]
-        if logits[0] != logits[1] or states[0] != states[1]:
+        if outputs[0] != outputs[1] or states[0] != states[1]:
             return False
     return True
 

@@ -1,9 +1,9 @@
 """State files: a stream on disk, as safetensors, so that it goes on later or elsewhere.
 
-Tensors: every state of the manifest under its ``name``, and ``logits`` [batch, vocab]. Metadata
-(all strings): ``edgelin_state`` (format), ``model_hash``, ``variant``, ``position``, ``recent``
-(JSON list of token ids), ``text`` (JSON: hex of pending bytes, held text), ``sha256`` of all the
-rest (see :func:`_hash`).
+Tensors: every state of the manifest under its ``name``, and the last ``logits`` [batch, vocab] or
+``outputs`` [batch, size]. Metadata (all strings): ``edgelin_state`` (format), ``model_hash``,
+``variant``, ``position``, ``sha256`` of all the rest (see :func:`_hash`), and for text ``recent``
+(JSON list of token ids) and ``text`` (JSON: hex of pending bytes, held text).
 """
 
 from __future__ import annotations
@@ -29,7 +29,19 @@ from edgelin.runtimes.sampler import WINDOW
 from edgelin.runtimes.text import TextTail
 
 FORMAT = "1"
-LOGITS = "logits"
+
+
+@dataclass
+class TextPart:
+    """What a stream of text keeps besides its tensors.
+
+    Args:
+        recent: The last tokens, oldest first.
+        tail: Generated text that has not been shown.
+    """
+
+    recent: list[int]
+    tail: TextTail
 
 
 @dataclass
@@ -39,17 +51,15 @@ class SavedStream:
     Args:
         model_hash: Hash of the model that made it.
         variant: Variant that made it.
-        position: Tokens read.
-        recent: The last tokens, oldest first.
-        tail: Generated text that has not been shown.
-        tensors: State name, and ``logits``, to array.
+        position: Tokens or steps read.
+        text: Of a stream of text; None for one of features.
+        tensors: Name of a state or of the model's output to array.
     """
 
     model_hash: str
     variant: str
     position: int
-    recent: list[int]
-    tail: TextTail
+    text: TextPart | None
     tensors: dict[str, NDArray[Any]]
 
 
@@ -60,9 +70,11 @@ def write(path: Path, saved: SavedStream) -> None:
         "model_hash": saved.model_hash,
         "variant": saved.variant,
         "position": str(saved.position),
-        "recent": json.dumps(saved.recent),
-        "text": json.dumps({"pending": saved.tail.pending.hex(), "held": saved.tail.held}),
     }
+    if saved.text is not None:
+        tail = saved.text.tail
+        metadata["recent"] = json.dumps(saved.text.recent)
+        metadata["text"] = json.dumps({"pending": tail.pending.hex(), "held": tail.held})
     metadata["sha256"] = _hash(metadata, saved.tensors)
     checks.target(path)
     try:
@@ -102,8 +114,7 @@ def read(path: Path) -> SavedStream:
             model_hash=metadata["model_hash"],
             variant=metadata["variant"],
             position=position,
-            recent=_recent(metadata["recent"], min(position, WINDOW)),
-            tail=_tail(metadata["text"]),
+            text=_text(metadata, position),
             tensors=tensors,
         )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -115,6 +126,14 @@ def _position(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,18}", text) or int(text) >= 2**63:
         raise ValueError(f"position is {text[:30]!r}")
     return int(text)
+
+
+def _text(metadata: dict[str, str], position: int) -> TextPart | None:
+    """What belongs to a stream of text, which has either both keys or none."""
+    if not {"recent", "text"} & metadata.keys():
+        return None
+    recent = _recent(metadata["recent"], min(position, WINDOW))
+    return TextPart(recent, _tail(metadata["text"]))
 
 
 def _recent(text: str, count: int) -> list[int]:

@@ -1,10 +1,10 @@
-"""A stream: one conversation with a model (or several in step), in constant memory."""
+"""A stream: one conversation with a model, or one stream of features (or several in step)."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import state_file
-from edgelin.runtimes.buffers import Buffers, Ids, Logits, initial_state
+from edgelin.runtimes.buffers import Buffers, Inputs, Outputs, initial_state
 from edgelin.runtimes.sampler import WINDOW, Sampler, Sampling
+from edgelin.runtimes.signature import Input, Tokens
 from edgelin.runtimes.text import TextDecoder, TextTail, flush
 
 if TYPE_CHECKING:
@@ -23,12 +24,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("edgelin")
 
 
+class _NotFiniteError(Exception):
+    """An answer was NaN or infinite, and so may be the states."""
+
+
 class Stream:
     """The state of ``batch`` rows that advance together; made by :meth:`Bundle.stream`.
 
     Attributes:
-        position: Tokens read so far.
-        logits: [B, vocab] float32, the prediction of the next token; None before the first.
+        position: Tokens or steps read so far.
+        outputs: [B, size] float32, the prediction of the next token, or the answer of a model of
+            features after the last step; None before the first.
     """
 
     def __init__(self, bundle: Bundle, batch: int) -> None:
@@ -39,7 +45,12 @@ class Stream:
         self._recent: deque[int] = deque(maxlen=WINDOW)
         self._tail = TextTail()
         self.position = 0
-        self.logits: Logits | None = None
+        self.outputs: Outputs | None = None
+
+    @property
+    def logits(self) -> Outputs | None:
+        """``outputs`` by the name that a model of text gives them."""
+        return self.outputs
 
     @property
     def state_bytes(self) -> int:
@@ -47,32 +58,35 @@ class Stream:
         return sum(array.nbytes for array in self._buffers.states)
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids are 0 .. vocab_size - 1."""
-        return self._bundle.manifest.vocab_size
+    def input(self) -> Input:
+        """What the stream reads."""
+        return self._bundle.manifest.input
 
     def states(self) -> dict[str, NDArray[Any]]:
         """Copies of the state tensors by name."""
         names = (spec.name for spec in self._bundle.manifest.states)
         return {name: array.copy() for name, array in zip(names, self._buffers.states, strict=True)}
 
-    def feed(self, ids: ArrayLike, *, all_logits: bool = False) -> Logits:
-        """Read tokens. Long inputs are cut into chunks; if one fails, nothing has changed.
+    def feed(
+        self, inputs: ArrayLike, *, all_outputs: bool = False, all_logits: bool = False
+    ) -> Outputs:
+        """Read tokens or features. Long inputs are cut into chunks; if one fails, nothing changes.
 
         Args:
-            ids: [T] (a stream of one row) or [B, T] token ids.
-            all_logits: Whether to return the logits of every position, not only of the last.
+            inputs: Token ids [T] (a stream of one row) or [B, T]; features [T, F] or [B, T, F].
+            all_outputs: Whether to return the outputs of every position, not only of the last.
+            all_logits: The same by its name for text.
 
         Returns:
-            Logits of the last position, [vocab] for 1-D ids and [B, vocab] otherwise; with
-            ``all_logits`` [T, vocab] or [B, T, vocab].
+            Outputs (logits) of the last position, [size], or [B, size] where the inputs have a
+            batch axis; with ``all_outputs`` [T, size] or [B, T, size].
 
         Raises:
-            EdgelinError: The ids are out of range or have the wrong shape.
+            EdgelinError: The inputs are out of range, not finite, or have the wrong shape.
         """
-        tokens, flat = self._check(ids)
-        logits = self._advance(tokens, all_logits)
-        return (logits[0] if flat else logits).copy()
+        steps, flat = self.input.check(inputs, self._batch)
+        outputs = self._advance(steps, all_outputs or all_logits)
+        return (outputs[0] if flat else outputs).copy()
 
     def generate(self, prompt: str | Sequence[int] | None = None, **sampling: Any) -> Iterator[str]:
         """Read a prompt and write on.
@@ -89,8 +103,11 @@ class Stream:
             One piece of text a token, empty while a character or a stop string may be incomplete.
 
         Raises:
-            EdgelinError: A setting is out of range, or there is nothing to go on from.
+            EdgelinError: The model reads features, a setting is out of range, or there is nothing
+                to go on from.
         """
+        if not isinstance(self.input, Tokens):
+            raise EdgelinError("this model reads features and writes no text; use feed")
         if self._batch != 1:
             raise EdgelinError(
                 "generate needs a stream of one row; use feed and a sampler of yours"
@@ -101,10 +118,10 @@ class Stream:
             raise EdgelinError(f"generate: {error}; see edgelin.runtimes.sampler") from None
         if isinstance(prompt, str):
             prompt = self._bundle.text.encode(prompt, start=self.position == 0)
-        empty = self.logits is None if prompt is None else _array(prompt).size == 0
-        if empty:
+        given = self.outputs if prompt is None else prompt
+        if given is None or (isinstance(given, Sized) and len(given) == 0):
             raise EdgelinError("the prompt is empty; give at least one token to go on from")
-        tokens = None if prompt is None else self._check(prompt)[0]
+        tokens = None if prompt is None else self.input.check(prompt, 1)[0]
         return self._generate(tokens, options)
 
     def flush(self) -> str:
@@ -123,23 +140,24 @@ class Stream:
         for target, source in zip(other._buffers.states, self._buffers.states, strict=True):
             target[...] = source
         tail = TextTail(self._tail.pending, self._tail.held)
-        other._set(self.position, self.logits, self._recent, tail)
+        other._set(self.position, self.outputs, self._recent, tail)
         return other
 
     def save(self, path: str | Path) -> None:
         """Write the stream to a state file (see :mod:`edgelin.runtimes.state_file`)."""
         self._refuse_broken()
-        if self.logits is None:
+        if self.outputs is None:
             raise EdgelinError("the stream has read nothing yet, so there is no state to save")
+        manifest = self._bundle.manifest
+        is_text = isinstance(self.input, Tokens)
         state_file.write(
             Path(path),
             state_file.SavedStream(
-                model_hash=self._bundle.manifest.model_hash,
+                model_hash=manifest.model_hash,
                 variant=self._bundle.variant,
                 position=self.position,
-                recent=list(self._recent),
-                tail=self._tail,
-                tensors={**self.states(), state_file.LOGITS: self.logits},
+                text=state_file.TextPart(list(self._recent), self._tail) if is_text else None,
+                tensors={**self.states(), manifest.output.name: self.outputs},
             ),
         )
 
@@ -159,20 +177,21 @@ class Stream:
         self._check_saved(path, saved)
         if saved.variant != self._bundle.variant:
             _log.warning(
-                "Warning: %s was saved by variant %s and goes on with %s; the text may differ",
+                "Warning: %s was saved by variant %s and goes on with %s; the outputs may differ",
                 path, saved.variant, self._bundle.variant,
             )  # fmt: skip
         for spec, array in zip(manifest.states, self._buffers.states, strict=True):
             array[...] = saved.tensors[spec.name]
-        self._set(saved.position, saved.tensors[state_file.LOGITS], saved.recent, saved.tail)
+        text = saved.text or state_file.TextPart([], TextTail())
+        outputs = saved.tensors[manifest.output.name]
+        self._set(saved.position, outputs, text.recent, text.tail)
 
     def _check_saved(self, path: str | Path, saved: state_file.SavedStream) -> None:
         """Refuse tensors of other shapes, and counts and ids that this model cannot have made."""
         manifest = self._bundle.manifest
-        logits = np.zeros((self._batch, manifest.vocab_size), np.float32)
         wanted = {
             **{spec.name: initial_state(spec, self._batch) for spec in manifest.states},
-            state_file.LOGITS: logits,
+            manifest.output.name: np.zeros((self._batch, manifest.output.size), np.float32),
         }
         for name, like in wanted.items():
             found = saved.tensors.get(name)
@@ -185,96 +204,86 @@ class Stream:
         counters = [spec.name for spec in manifest.states if spec.kind == "position"]
         if any((saved.tensors[name] != saved.position).any() for name in counters):
             raise EdgelinError(f"{path} is damaged: its positions disagree; save it again")
-        if any(not 0 <= token < manifest.vocab_size for token in saved.recent):
+        if isinstance(self.input, Tokens) != (saved.text is not None):
+            raise EdgelinError(f"{path} is damaged: it is not of {self.input.kind}; save it again")
+        recent = [] if saved.text is None else saved.text.recent
+        if any(not 0 <= token < manifest.output.size for token in recent):
             raise EdgelinError(f"{path} is damaged: a recent id is out of range; save it again")
 
     def _set(
-        self, position: int, logits: Logits | None, recent: Sequence[int], tail: TextTail
+        self, position: int, outputs: Outputs | None, recent: Iterable[int], tail: TextTail
     ) -> None:
         """Replace what belongs to the stream besides its state tensors."""
-        self.position, self.logits, self._tail = position, logits, tail
+        self.position, self.outputs, self._tail = position, outputs, tail
         self._recent = deque(recent, maxlen=WINDOW)
         self._broken = False
 
-    def _check(self, ids: ArrayLike) -> tuple[Ids, bool]:
-        """Ids as [B, T] int64, and whether they came as a list for the one row."""
-        array = _array(ids)
-        flat = array.ndim == 1 and self._batch == 1
-        tokens = array[None] if flat else array
-        if tokens.ndim != 2 or tokens.shape[0] != self._batch or tokens.shape[1] == 0:
-            allowed = "[time] or [1, time]" if self._batch == 1 else f"[{self._batch}, time]"
-            raise EdgelinError(
-                f"token ids have shape {list(array.shape)}; {allowed} with time >= 1 is needed"
-            )
-        if not np.issubdtype(tokens.dtype, np.integer):
-            raise EdgelinError(f"token ids are {tokens.dtype}; integers are needed")
-        vocab = self.vocab_size
-        if tokens.min() < 0 or tokens.max() >= vocab:
-            bad = tokens[(tokens < 0) | (tokens >= vocab)][0]
-            raise EdgelinError(f"token id {bad} is out of range; the model knows 0 .. {vocab - 1}")
-        return tokens.astype(np.int64, copy=False), flat
-
-    def _advance(self, tokens: Ids, all_logits: bool) -> Logits:
-        """Run the graph over checked tokens [B, T], a chunk a call."""
+    def _advance(self, steps: Inputs, all_outputs: bool) -> Outputs:
+        """Run the graph over checked steps [B, T, ...], a chunk a call."""
         self._refuse_broken()
-        time, chunk = tokens.shape[1], self._bundle.manifest.chunk
+        time, chunk = steps.shape[1], self._bundle.manifest.chunk
         # One step in place is not copied first: the copy would cost as much as the recurrence.
         before = [array.copy() for array in self._buffers.states] if time > 1 else None
         pieces = []
         self._broken = True  # until every chunk has run
         try:
             for start in range(0, time, chunk):
-                piece = self._buffers.run(tokens[:, start : start + chunk], all_logits=all_logits)
-                if all_logits:
+                piece = self._buffers.run(steps[:, start : start + chunk], all_outputs=all_outputs)
+                if all_outputs:
                     pieces.append(piece.copy())
+            if not np.isfinite(piece[:, -1]).all():
+                raise _NotFiniteError
         except BaseException as error:
             if before is not None:
                 for array, copy in zip(self._buffers.states, before, strict=True):
                     array[...] = copy
             # A failed call leaves the other set of buffers as it was; an interrupt may come later.
-            half_done = self._bundle.in_place or not isinstance(error, Exception)
-            self._broken = before is None and half_done
+            ran = self._bundle.in_place or not isinstance(error, Exception)
+            self._broken = before is None and (ran or isinstance(error, _NotFiniteError))
+            if isinstance(error, _NotFiniteError):
+                raise EdgelinError(self._not_finite()) from None
             if isinstance(error, Exception):
                 raise EdgelinError(f"onnxruntime failed: {' '.join(str(error).split())}") from error
             raise
-        self.logits = piece[:, -1].copy()
+        self.outputs = piece[:, -1].copy()
         self.position += time
-        self._recent.extend(tokens[0, -WINDOW:].tolist())
+        if steps.ndim == 2:  # tokens
+            self._recent.extend(steps[0, -WINDOW:].tolist())
         self._broken = False
-        return np.concatenate(pieces, axis=1) if all_logits else self.logits
+        return np.concatenate(pieces, axis=1) if all_outputs else self.outputs
+
+    def _not_finite(self) -> str:
+        """What went wrong when an answer is NaN or infinite, and what to do."""
+        lost = "; its state is lost, reset the stream or load one" if self._broken else ""
+        return (
+            f"the model's outputs are not finite after position {self.position}: the inputs are "
+            f"too large for it, or its states are damaged{lost}"
+        )
 
     def _refuse_broken(self) -> None:
         """Refuse to go on from a state that an interrupted step left half written."""
         if self._broken:
             raise EdgelinError(
-                "the last step was interrupted and its state is lost; reset the stream or load one"
+                "the last step failed or was interrupted and its state is lost; "
+                "reset the stream or load one"
             )
 
-    def _generate(self, prompt: Ids | None, options: Sampling) -> Iterator[str]:
+    def _generate(self, prompt: Inputs | None, options: Sampling) -> Iterator[str]:
         """The loop of :meth:`generate`."""
         if prompt is not None:
             self._tail = TextTail()
             self.feed(prompt)
+        tokenizer = self._bundle.manifest.tokenizer
+        end = None if tokenizer is None else tokenizer.eos_token_id
         sampler = Sampler(options)
         decoder = TextDecoder(self._bundle.text, self._tail, tuple(options.stop))
         for _ in range(options.max_tokens):
-            assert self.logits is not None
-            token = sampler.choose(self.logits[0], self._recent, self.position)
-            if token == self._bundle.manifest.tokenizer.eos_token_id:
+            assert self.outputs is not None
+            token = sampler.choose(self.outputs[0], self._recent, self.position)
+            if token == end:
                 yield self.flush()
                 return
             self.feed([token])
             yield decoder.push(token)
             if decoder.stopped:
                 return
-
-
-def _array(ids: ArrayLike) -> NDArray[Any]:
-    """Ids as an array of any shape and type."""
-    try:
-        return np.asarray(ids)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise EdgelinError(
-            f"token ids are no array of integers ({' '.join(str(error).split())}); "
-            "give [time] or [batch, time]"
-        ) from None

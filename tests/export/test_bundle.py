@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -23,6 +24,7 @@ from edgelin.export import golden, profiles, store
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.trace import trace
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest
+from edgelin.runtimes.signature import Tokens
 
 VARIANTS = ("none", "int8", "int4")
 
@@ -63,7 +65,7 @@ def test_manifest_describes_the_folder(bundle: Path, small_checkpoint: Path) -> 
     manifest = Manifest.read(bundle)
     model, _ = checkpoint.load(small_checkpoint)
     assert manifest.states == model.state_specs()
-    assert manifest.vocab_size == model.config.vocab_size
+    assert manifest.input == Tokens(model.config.vocab_size)
     assert (manifest.profile, manifest.opset, manifest.max_time) == ("fused", 21, 64)
     assert manifest.default_variant == "model_q8"
     listed = set(manifest.files) | {"edgelin.json"}
@@ -127,7 +129,7 @@ def test_report_names_every_variant(bundle: Path) -> None:
     for variant in report["variants"].values():
         assert variant["measured"]["decode_tokens_per_s"] > 0
     floats = report["variants"]["model"]
-    assert floats["graph"]["logits"] < 1e-5 and floats["graph"]["states"] < 1e-5
+    assert floats["graph"]["outputs"] < 1e-5 and floats["graph"]["states"] < 1e-5
     assert "| model_q4 | as trained |" in (bundle / "report.md").read_text()
 
 
@@ -186,14 +188,14 @@ def test_missed_gate_keeps_the_bundle_aside(
 
     def wrong(*args: Any) -> golden.Stream:
         stream = right(*args)
-        return golden.Stream(stream.ids, stream.logits * 1.01, stream.states)
+        return dataclasses.replace(stream, outputs=stream.outputs * 1.01)
 
     monkeypatch.setattr(golden, "replay", wrong)
-    with pytest.raises(EdgelinError, match=r"model: logits are off by 0\.01, limit 0\.0001; see"):
+    with pytest.raises(EdgelinError, match=r"model: outputs are off by 0\.01, limit 0\.0001; see"):
         quick(tmp_path / "out")
     _nothing_left(tmp_path, "out.failed")
     report = json.loads((tmp_path / "out.failed" / "report.json").read_bytes())
-    assert report["failures"] == ["model: logits are off by 0.01, limit 0.0001"]
+    assert report["failures"] == ["model: outputs are off by 0.01, limit 0.0001"]
 
 
 def test_existing_target_is_kept_or_replaced(quick: Callable[..., Any], tmp_path: Path) -> None:

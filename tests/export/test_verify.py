@@ -132,7 +132,7 @@ def test_quality_on_a_given_text(bundle: Path, tmp_path: Path) -> None:
     p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in logits)
     expected = torch.nn.functional.kl_div(q, p, reduction="batchmean", log_target=True)
     quality = json.loads(path.read_text())["qualities"][0]
-    assert quality["tokens"] == len(p)
+    assert quality["positions"] == len(p)
     assert quality["kl"] == pytest.approx(expected.item(), rel=1e-6)
     assert quality["top1"] == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
 

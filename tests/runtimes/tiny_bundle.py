@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest, TokenizerRecord, Variant, file_records
+from edgelin.runtimes.signature import Output, Tokens
 from edgelin.state import StateSpec
 
 CHUNK = 8
@@ -84,7 +85,8 @@ def build(folder: Path, seed: int = 0, *, model_hash: str = "11" * 32, **changes
     (folder / "config.json").write_text(json.dumps({"hidden_size": WIDTH, "layers": ["x"]}))
     tokenizer = TokenizerRecord("tokenizer.json", 0, {"<|end|>": 0})
     fields: dict[str, Any] = {
-        "model_hash": model_hash, "vocab_size": vocab, "states": STATES, "tokenizer": tokenizer,
+        "model_hash": model_hash, "input": Tokens(vocab), "output": Output(vocab),
+        "states": STATES, "tokenizer": tokenizer,
         "profile": "plain", "opset": 21, "min_onnxruntime": "1.20.0", "default_variant": "model",
         "max_time": CHUNK, "chunk": CHUNK, **changes,
     }  # fmt: skip

@@ -1,0 +1,70 @@
+"""One form of a model as a function of steps and states, and its replay in calls of any size."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgelin.errors import EdgelinError
+from edgelin.runtimes.buffers import Buffers
+
+if TYPE_CHECKING:
+    from edgelin.runtimes.session import Bundle
+
+Array = NDArray[Any]
+State = dict[str, Array]
+# One call: steps [B, T, ...] and the state before -> tensors [B, T, ...] and the state after them.
+Form = Callable[[Array, State], tuple[dict[str, Array], State]]
+# Tensor name -> position -> its rows [B, ...].
+Record = dict[str, dict[int, Array]]
+
+
+class OnnxForm:
+    """A variant of a bundle as a form, on the runtime's own buffers.
+
+    Args:
+        bundle: The opened variant.
+        batch: Rows of a call.
+    """
+
+    def __init__(self, bundle: Bundle, batch: int) -> None:
+        self.label = f"{bundle.path} {bundle.variant}"
+        self.output = bundle.manifest.output.name
+        self.names = [spec.name for spec in bundle.manifest.states]
+        self.buffers = Buffers(bundle.session, bundle.manifest, batch, in_place=bundle.in_place)
+
+    def __call__(self, steps: Array, state: State) -> tuple[dict[str, Array], State]:
+        """Run ``steps`` [B, T, ...] in one call, T <= chunk.
+
+        Raises:
+            EdgelinError: A result is not finite.
+        """
+        for name, array in zip(self.names, self.buffers.states, strict=True):
+            array[...] = state[name]
+        outputs = self.buffers.run(steps, all_outputs=True).copy()
+        copies = (array.copy() for array in self.buffers.states)
+        states: State = dict(zip(self.names, copies, strict=True))
+        for name, values in [(self.output, outputs), *states.items()]:
+            if not np.isfinite(values).all():
+                raise EdgelinError(
+                    f"{self.label}: {name} is not finite; "
+                    "its weights are damaged, or the model was: export a sound checkpoint"
+                )
+        return {self.output: outputs}, states
+
+
+def replay(form: Form, steps: Array, state: State, *, size: int) -> Record:
+    """Feed ``steps`` [B, T, ...] in calls of at most ``size`` and keep all that comes out."""
+    record: Record = defaultdict(dict)
+    for start in range(0, steps.shape[1], size):
+        piece = steps[:, start : start + size]
+        sequences, state = form(piece, state)
+        for name, values in sequences.items():
+            record[name].update({start + t: values[:, t] for t in range(piece.shape[1])})
+        for name, value in state.items():
+            record[name][start + piece.shape[1] - 1] = value
+    return record
