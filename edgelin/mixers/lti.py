@@ -127,7 +127,7 @@ class Mixer(ssm.GatedBlock):
         if not found <= MOST_CONDITION:
             raise EdgelinError(
                 f"layer {self.layer} can't be diagonalised: the eigenvectors of its A have "
-                f"condition number {found:.2g}, allowed is {MOST_CONDITION:.0g}; set "
+                f"condition number {found:.2g}, allowed is {MOST_CONDITION:g}; set "
                 f'export_form = "dense" in the mixer\'s table of config.json'
             )
         modes = diagonalise(a, self.B, self.C)

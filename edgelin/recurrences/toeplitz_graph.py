@@ -29,7 +29,8 @@ def mix(
     Args:
         graph: Node builder.
         x: ``[B, T, D]``.
-        taps: ``[chunk + 1, D]``; the last row is 0, for j > i.
+        taps: ``[1, chunk + 1, D]`` (a matrix would be quantised as an embedding); the last row is
+            0, for j > i.
         tables: reads and writes, each ``[chunk or more, D, width]``; may be one value.
         read: What the rows of reads are multiplied with, ``[B, D, width]``.
         sizes: D and width.
@@ -47,7 +48,7 @@ def mix(
     reads, writes = (cut[table] for table in tables)
     carried = op("Mul", [reads, op("Unsqueeze", [read, graph.ints(1)])])
     carried = op("ReduceSum", [carried, graph.ints(3)], keepdims=0)
-    toeplitz = op("Gather", [taps, lags], axis=0)  # [T, T, D]
+    toeplitz = op("Gather", [taps, lags], axis=1)  # [1, T, T, D]
     within = op("Mul", [toeplitz, op("Unsqueeze", [x, graph.ints(1)])])
     within = op("ReduceSum", [within, graph.ints(2)], keepdims=0)
     latest_first = op("Gather", [x, backward], axis=1)

@@ -210,11 +210,11 @@ def _times(graph: Graph, p: Pair, q: Pair) -> Pair:
 
 
 def _taps(graph: Graph, powers: ir.Value, weights: ir.Value) -> ir.Value:
-    """Re(sum_n Λ^l b c) ``[chunk + 1, D]``; the last row is 0, for j > i."""
+    """Re(sum_n Λ^l b c) ``[1, chunk + 1, D]``; the last row is 0, for j > i."""
     op = graph.op
     sums = op("ReduceSum", [op("Mul", [powers, weights]), graph.ints(2)], keepdims=0)
-    mask = np.ones((graph.chunk + 1, 1))
-    mask[-1] = 0
+    mask = np.ones((1, graph.chunk + 1, 1))
+    mask[:, -1] = 0
     return op("Mul", [sums, graph.const(mask)])  # type: ignore[no-any-return]
 
 

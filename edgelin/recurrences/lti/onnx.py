@@ -56,7 +56,7 @@ def plain(
         writes.append(transition @ writes[-1])
         reads.append(reads[-1] @ transition)
     columns, rows = np.stack(writes)[..., 0], np.stack(reads)[:, :, 0]
-    taps = np.concatenate([(read * columns).sum(-1), np.zeros((1, channels))])
+    taps = np.concatenate([(read * columns).sum(-1), np.zeros((1, channels))])[None]
     y, written = mix(
         graph,
         x,
