@@ -36,7 +36,7 @@ def condition(a: Tensor) -> float:
 
     It is infinite, or near 1e16, where a matrix is defective.
     """
-    vectors = torch.linalg.eig(a.double().cpu())[1]
+    vectors = torch.linalg.eig(a.detach().double().cpu())[1]
     return float(torch.linalg.cond(vectors).max())
 
 
