@@ -1,0 +1,96 @@
+"""Every mixer on a CUDA GPU: values against its float64 loop, gradients against the CPU's."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import loops
+import pytest
+import torch
+from loops.common import EPS, HIDDEN, LAYER
+from torch import Tensor
+
+from edgelin import mixers
+
+pytestmark = pytest.mark.gpu
+
+LOOPS: dict[str, Any] = {
+    found.name: importlib.import_module(f"loops.{found.name}")
+    for found in pkgutil.iter_modules(loops.__path__)
+    if found.name != "common"
+}
+CASES = {case: table for module in LOOPS.values() for case, table in module.CASES.items()}
+TIME = 130
+
+
+def build(case: str) -> Any:
+    """A mixer with reproducible weights."""
+    torch.manual_seed(7)
+    return mixers.build(CASES[case], HIDDEN, LAYER, EPS, where="model.mixers.m")
+
+
+def arguments(mixer: Any, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Input and states that are not zero."""
+    shapes = {"x": (3, TIME, HIDDEN), **{s.name: (3, *s.shape) for s in mixer.state_specs()}}
+    found = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        generator = torch.Generator().manual_seed(seed)
+        values = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        values = values.abs() + 1 if name.startswith("normalizer") else values
+        found[name] = values.to(device, dtype).requires_grad_()
+    return found
+
+
+def run(mixer: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    """Output and states, in order."""
+    states = {s.name: given[s.name] for s in mixer.state_specs()}
+    position = torch.tensor([0, 3, 1_000_000], device=given["x"].device)
+    extra: tuple[dict[str, Tensor], ...] = ({},) if getattr(mixer, "shares", False) else ()
+    y, after = mixer(given["x"], states, position, *extra)
+    return [y, *(after[s.name] for s in mixer.state_specs())]
+
+
+def gradients(mixer: Any, given: dict[str, Tensor], results: list[Tensor]) -> dict[str, Tensor]:
+    """Of a weighted sum of all results, for inputs, states and parameters."""
+    weighted = []
+    for seed, result in enumerate(results):
+        generator = torch.Generator().manual_seed(100 + seed)
+        weights = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+        weighted.append((result.double() * weights.to(result.device)).sum())
+    leaves = {**given, **dict(mixer.named_parameters())}
+    grads = torch.autograd.grad(torch.stack(weighted).sum(), list(leaves.values()))
+    return dict(zip(leaves, grads, strict=True))
+
+
+def near(got: Tensor, wanted: Tensor, tolerance: float, name: str) -> None:
+    """Largest difference, relative to the largest entry."""
+    got, wanted = got.detach().double().cpu(), wanted.detach().double().cpu()
+    assert got.isfinite().all(), name
+    error = float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
+    assert error < tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_a_gpu_computes_the_loop_and_its_gradients(case: str, kind: str) -> None:
+    mixer = build(case).double()
+    given = arguments(mixer, torch.float64, "cpu")
+    names = [spec.name for spec in mixer.state_specs()]
+    arrays = {name: given[name].detach().numpy() for name in names}
+    loop = LOOPS[CASES[case]["type"]].loop
+    y, after = loop(mixer, given["x"].detach().numpy(), arrays, torch.tensor([0, 3, 10**6]).numpy())
+    wanted = [torch.from_numpy(array) for array in (y, *(after[name] for name in names))]
+    slopes = gradients(mixer, given, run(mixer, given))
+
+    mixer = build(case).cuda()
+    given = arguments(mixer, torch.float32, "cuda")
+    low = kind == "bfloat16"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.autocast("cuda", torch.bfloat16, enabled=low):
+        results = run(mixer, given)
+    for name, got, value in zip(["y", *names], results, wanted, strict=True):
+        near(got, value, 5e-2 if low else 1e-4, name)
+    for name, slope in gradients(mixer, given, results).items():
+        near(slope, slopes[name], 1e-1 if low else 5e-4, f"gradient of {name}")
