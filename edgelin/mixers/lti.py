@@ -65,6 +65,18 @@ class Config(ssm.Sizes):
             if value not in allowed:
                 raise EdgelinError(f"{name} is {value!r}; give one of {', '.join(allowed)}")
 
+    @property
+    def export_obstacle(self) -> str | None:
+        """Why the initial A can't be exported, which training seldom changes; None: it can."""
+        found = condition(_INITS[self.init](self.state_size)[0])
+        if self.export_form == "dense" or found <= MOST_CONDITION:
+            return None
+        return (
+            f"lti from {self.init} with {self.state_size} states can't be exported diagonal (the "
+            f"eigenvectors have condition number {found:.2g}, allowed is {MOST_CONDITION:g}); "
+            f'take another init, or export_form = "dense"'
+        )
+
 
 class Mixer(ssm.GatedBlock):
     """Gated dense state-space layer.

@@ -223,6 +223,15 @@ def test_the_transition_does_not_decay_towards_zero() -> None:
     assert {names[id(p)] for p in kept} == {"A_skew", "A_root", "log_dt", "D"}
 
 
+def test_training_is_warned_of_a_matrix_that_cannot_be_diagonalised() -> None:
+    make = mixers.load("lti").Config
+    assert make(inner_size=2).export_obstacle is None
+    assert make(inner_size=2, init="hippo-legs", export_form="dense").export_obstacle is None
+    obstacle = make(inner_size=2, init="hippo-legs").export_obstacle
+    assert "hippo-legs with 16 states can't be exported diagonal" in obstacle
+    assert "\n" not in obstacle
+
+
 @pytest.mark.parametrize(
     "values, message",
     [

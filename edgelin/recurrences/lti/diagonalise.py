@@ -32,7 +32,7 @@ class Modes:
 
 
 def condition(a: Tensor) -> float:
-    """Largest condition number of V among the matrices ``[D, N, N]``, columns of unit length.
+    """Largest condition number of V among the matrices ``[..., N, N]``, columns of unit length.
 
     It is infinite, or near 1e16, where a matrix is defective.
     """
