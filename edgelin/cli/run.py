@@ -1,15 +1,28 @@
-"""``edgelin run``: write on from a prompt."""
+"""``edgelin run``: write on from a prompt, or answer a stream of features."""
 
 from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from edgelin.errors import EdgelinError
+
+if TYPE_CHECKING:
+    from edgelin.runtimes.complete import Pace
+    from edgelin.runtimes.sampler import Sampling
+    from edgelin.runtimes.session import Bundle
+    from edgelin.runtimes.stream import Stream
+
+# Every other parameter is for text.
+_BOTH_KINDS = (
+    "bundle", "features", "as_json", "stats", "save_state", "load_state", "variant", "threads",
+)  # fmt: skip
 
 
 @click.command()
@@ -24,6 +37,8 @@ from edgelin.errors import EdgelinError
 @click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: repeat less.")
 @click.option("--seed", type=int, help="Repeat the same text; without it, a new seed is drawn.")
 @click.option("--stop", multiple=True, help="Text that ends the output; may be given often.")
+@click.option("--features", metavar="F", help="Answer an .npy [time, F]; - reads lines of numbers.")
+@click.option("--json", "as_json", is_flag=True, help="With --features: lines of JSON.")
 @click.option("--stats", is_flag=True, help="Print speed, state size and memory to stderr.")
 @click.option("--save-state", type=click.Path(path_type=Path), help="Write the state to a file.")
 @click.option("--load-state", type=click.Path(path_type=Path), help="Go on from such a file.")
@@ -33,6 +48,8 @@ def command(
     bundle: Path,
     prompt: str | None,
     file: str | None,
+    features: str | None,
+    as_json: bool,
     stats: bool,
     save_state: Path | None,
     load_state: Path | None,
@@ -45,18 +62,24 @@ def command(
     The text goes to standard output as it comes. Ctrl-C ends it early; statistics and the state
     file are still written, and the exit code is 130; also when the reader of a pipe ends (141).
 
+    A model of features prints a line a step: the class and its probability, or the numbers of a
+    regression.
+
     \b
     Examples:
       edgelin run bundle "Once upon a time" --max-tokens 100 --stats
       edgelin run bundle --file long.txt --max-tokens 0 --save-state long.state
       edgelin run bundle --load-state long.state --temperature 0
+      edgelin run bundle --features recording.npy
+      sensor | edgelin run bundle --features - --save-state sensor.state
     """
     import edgelin
     from edgelin.runtimes import checks, complete
     from edgelin.runtimes.sampler import Sampling
 
+    _check_kind(features is not None, as_json)
     options = Sampling(**sampling)
-    text = _prompt(prompt, file, load_state is not None)
+    text = None if features is not None else _prompt(prompt, file, load_state is not None)
     if save_state is not None:
         checks.target(save_state)
     model = edgelin.load(bundle, variant=variant, threads=threads)
@@ -64,24 +87,76 @@ def command(
     if load_state is not None:
         stream.load(load_state)
     output = _Output()
+    if features is not None:
+        paces, interrupted = _answer(model, stream, features, as_json, output)
+        if save_state is not None and stream.outputs is not None:
+            stream.save(save_state)
+        more = []
+    else:
+        paces, interrupted = _write_on(model, stream, text, options, output, save_state)
+        more = [f"seed     {options.seed}"]
+    if stats:
+        lines = complete.statistics(model, stream, paces)
+        click.echo("\n".join([*lines, *more]), err=True)
+    output.check()
+    if interrupted:
+        sys.exit(130)
+
+
+def _check_kind(features: bool, as_json: bool) -> None:
+    """Refuse options for text with features, and the other way round."""
+    if not features:
+        if as_json:
+            raise EdgelinError("--json needs --features; text is printed as it is")
+        return
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
+        if name not in _BOTH_KINDS and given:
+            shown = name.upper() if isinstance(parameter, click.Argument) else parameter.opts[-1]
+            raise EdgelinError(f"{shown} is for text; leave it out with --features")
+
+
+def _answer(
+    model: Bundle, stream: Stream, source: str, as_json: bool, output: _Output
+) -> tuple[list[Pace], bool]:
+    """Print a line for every step; returns the pace, and whether Ctrl-C was pressed."""
+    from edgelin.runtimes import answer
+
+    show = partial(answer.json_line if as_json else answer.plain_line, model.manifest.output)
+    pieces = answer.pieces(model, source)
+    pace, interrupted = answer.answer(
+        stream, pieces, show, output.emit, lambda: output.failure is not None
+    )
+    return [pace], interrupted
+
+
+def _write_on(
+    model: Bundle,
+    stream: Stream,
+    text: str | None,
+    options: Sampling,
+    output: _Output,
+    save_state: Path | None,
+) -> tuple[list[Pace], bool]:
+    """Print what follows a text and save the state; returns as :func:`_answer`."""
+    from edgelin.runtimes import complete
+
+    _ = model.text  # refuses a model of features
     with complete.interruptible() as interrupted:
 
         def ended() -> bool:
             return interrupted() or output.failure is not None
 
-        speed = complete.complete(model, stream, text, options, emit=output.emit, interrupted=ended)
+        paces = complete.complete(model, stream, text, options, emit=output.emit, interrupted=ended)
         if save_state is not None and stream.outputs is not None:
             stream.save(save_state)
         else:
             output.emit(stream.flush())
     if output.terminal:
         output.emit("\n")
-    if stats:
-        lines = complete.statistics(model, stream, speed)
-        click.echo("\n".join([*lines, f"seed     {options.seed}"]), err=True)
-    output.check()
-    if interrupted():
-        sys.exit(130)
+    return paces, interrupted()
 
 
 def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
@@ -94,7 +169,7 @@ def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
         if loaded:
             return None
         if sys.stdin is not None and sys.stdin.isatty():
-            raise click.UsageError("give PROMPT, --file, or text on standard input")
+            raise click.UsageError("give PROMPT, --file, or text on standard input; or --features")
         file = "-"
     text = read_text(file) if file is not None else prompt
     if not text:

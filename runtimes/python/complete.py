@@ -18,20 +18,26 @@ from edgelin.runtimes.stream import Stream
 
 
 @dataclass
-class Speed:
-    """Tokens and seconds of the two parts of a completion.
+class Pace:
+    """How fast a part of a run was.
 
     Args:
-        prompt_tokens: Tokens of the prompt that were read.
-        prefill_seconds: Time for them.
-        new_tokens: Tokens generated.
-        decode_seconds: Time for them, sampling and printing included.
+        name: ``"prefill"`` (reading a prompt), ``"decode"`` (writing, with sampling and printing),
+            ``"steps"`` (reading features).
+        unit: ``"token"`` or ``"step"``.
+        count: How many.
+        seconds: Time for them.
     """
 
-    prompt_tokens: int
-    prefill_seconds: float
-    new_tokens: int
-    decode_seconds: float
+    name: str
+    unit: str
+    count: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        measured = self.count and self.seconds > 0
+        rate = f"{self.count / self.seconds:.1f}" if measured else "-"
+        return f"{self.name:<9}{self.count} {self.unit}s, {rate} {self.unit}s/s"
 
 
 def complete(
@@ -42,7 +48,7 @@ def complete(
     *,
     emit: Callable[[str], None],
     interrupted: Callable[[], bool] = lambda: False,
-) -> Speed:
+) -> list[Pace]:
     """Read a prompt and write on, until the end token, a stop string or ``max_tokens``.
 
     Args:
@@ -73,17 +79,17 @@ def complete(
             if interrupted():
                 break
     end = time.perf_counter()
-    return Speed(read - before, middle - begin, stream.position - read, end - middle)
+    return [
+        Pace("prefill", "token", read - before, middle - begin),
+        Pace("decode", "token", stream.position - read, end - middle),
+    ]
 
 
-def statistics(bundle: Bundle, stream: Stream, speed: Speed) -> list[str]:
+def statistics(bundle: Bundle, stream: Stream, paces: list[Pace]) -> list[str]:
     """Lines for ``--stats``."""
     rss = psutil.Process().memory_info().rss
     return [
-        f"prefill  {speed.prompt_tokens} tokens, "
-        f"{_rate(speed.prompt_tokens, speed.prefill_seconds)} tokens/s",
-        f"decode   {speed.new_tokens} tokens, "
-        f"{_rate(speed.new_tokens, speed.decode_seconds)} tokens/s",
+        *map(str, paces),
         f"state    {stream.state_bytes} bytes at position {stream.position}",
         f"memory   {rss / 2**20:.1f} MiB resident",
         f"variant  {bundle.variant}, {bundle.threads} threads, "
@@ -110,8 +116,3 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield lambda: seen
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _rate(tokens: int, seconds: float) -> str:
-    """Tokens a second, or a dash for none."""
-    return f"{tokens / seconds:.1f}" if tokens and seconds > 0 else "-"

@@ -8,6 +8,7 @@ answers are known, ``y``: for a head ``"sequence"`` `[n]` classes or `[n, C]` va
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,9 +124,10 @@ def _load(path: Path, suffix: str) -> dict[str, Array]:
                 arrays = {name: found[name] for name in found.files}
     except FileNotFoundError:
         raise EdgelinError(f"there is no file {path}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        raise EdgelinError(f"{path} cannot be read: {reason}; {problem}") from None
+    except OSError as error:
+        raise EdgelinError(f"{path} cannot be read: {error.strerror or error}; {problem}") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, MemoryError):
+        raise EdgelinError(f"{path} is no {suffix} file, or a damaged one; {problem}") from None
     if ("" in arrays) != (suffix == ".npy"):
         raise EdgelinError(f"{path} is no {suffix} file; {problem}")
     return arrays
