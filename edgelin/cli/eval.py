@@ -1,19 +1,26 @@
-"""``edgelin eval``: bits per byte on a text, and the distance to another bundle."""
+"""``edgelin eval``: bits per byte on a text, accuracy on features, distance to another bundle."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from edgelin.errors import EdgelinError
 
+if TYPE_CHECKING:
+    from edgelin.runtimes.evaluate import Quality
+    from edgelin.runtimes.evaluate_features import FeatureQuality
+    from edgelin.runtimes.session import Bundle
+
 
 @click.command()
 @click.argument("model", metavar="BUNDLE_OR_CHECKPOINT", type=click.Path(path_type=Path))
-@click.option("--text", required=True, metavar="F", help="UTF-8 text, also .xz or .gz; - is stdin.")
+@click.option("--text", metavar="F", help="UTF-8 text, also .xz or .gz; - is stdin.")
+@click.option("--features", metavar="F", help="An .npz of sequences: x, lengths and answers y.")
 @click.option("--against", type=click.Path(path_type=Path), help="Bundle to compare with.")
 @click.option("--variant", help="Variant of BUNDLE; without it, the default one.")
 @click.option("--against-variant", help="Variant of the other bundle.")
@@ -21,45 +28,85 @@ from edgelin.errors import EdgelinError
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     model: Path,
-    text: str,
+    text: str | None,
+    features: str | None,
     against: Path | None,
     variant: str | None,
     against_variant: str | None,
     max_tokens: int | None,
     as_json: bool,
 ) -> None:
-    """Measure a model on a text that is read as one stream.
+    """Measure a model on a text that is read as one stream, or on sequences of features.
 
-    Prints bits per UTF-8 byte. With --against also the mean KL divergence from the other bundle
-    (in nat) and how often both rank the same token first.
+    Prints bits per UTF-8 byte; of features, accuracy or mean squared error. With --against also the
+    mean KL divergence from the other bundle (in nat) and how often both rank the same token or
+    class first.
 
     \b
     Examples:
       edgelin eval bundle --text held-out.txt
       edgelin eval bundle --variant model_q4 --against bundle --against-variant model --text t.xz
       edgelin eval checkpoint --text held-out.txt --json
+      edgelin eval bundle --features held-out.npz
     """
-    import edgelin
-    from edgelin.runtimes import evaluate
-    from edgelin.runtimes.text_file import read_text
-
+    if (text is None) == (features is None):
+        raise EdgelinError("give either --text or --features, as the model reads")
     if against_variant is not None and against is None:
         raise EdgelinError("--against-variant needs --against, the bundle to compare with")
-    content = read_text(text)
-    if _is_checkpoint(model):
-        if against is not None or variant is not None:
-            raise EdgelinError(f"{model} is a checkpoint; --against and --variant need a bundle")
-        quality = evaluate.evaluate_checkpoint(model, content, max_tokens=max_tokens)
+    if features is not None and max_tokens is not None:
+        raise EdgelinError("--max-tokens is for text; leave it out with --features")
+    is_checkpoint = _is_checkpoint(model)
+    if is_checkpoint and (against is not None or variant is not None):
+        raise EdgelinError(f"{model} is a checkpoint; --against and --variant need a bundle")
+    content = None if text is None else _read(text)
+    quality: Quality | FeatureQuality
+    if is_checkpoint:
+        quality = _of_checkpoint(model, content, features, max_tokens)
     else:
-        other = edgelin.load(against, variant=against_variant) if against is not None else None
+        import edgelin
+
+        other = None if against is None else edgelin.load(against, variant=against_variant)
         bundle = edgelin.load(model, variant=variant)
-        quality = evaluate.evaluate(bundle, content, against=other, max_tokens=max_tokens)
+        quality = _of_bundle(bundle, other, content, features, max_tokens)
     found = {key: value for key, value in asdict(quality).items() if value is not None}
     if as_json:
         click.echo(json.dumps(found))
         return
     for key, value in found.items():
         click.echo(f"{key:<21}  {value:.6g}" if isinstance(value, float) else f"{key:<21}  {value}")
+
+
+def _read(text: str) -> str:
+    """The text of a file."""
+    from edgelin.runtimes.text_file import read_text
+
+    return read_text(text)
+
+
+def _of_checkpoint(
+    folder: Path, text: str | None, features: str | None, max_tokens: int | None
+) -> Quality | FeatureQuality:
+    """Measure a model in torch."""
+    from edgelin.runtimes import evaluate, evaluate_features
+
+    if features is not None:
+        return evaluate_features.evaluate_checkpoint(folder, Path(features))
+    return evaluate.evaluate_checkpoint(folder, text or "", max_tokens=max_tokens)
+
+
+def _of_bundle(
+    bundle: Bundle,
+    other: Bundle | None,
+    text: str | None,
+    features: str | None,
+    max_tokens: int | None,
+) -> Quality | FeatureQuality:
+    """Measure a bundle."""
+    from edgelin.runtimes import evaluate, evaluate_features
+
+    if features is not None:
+        return evaluate_features.evaluate(bundle, Path(features), against=other)
+    return evaluate.evaluate(bundle, text or "", against=other, max_tokens=max_tokens)
 
 
 def _is_checkpoint(folder: Path) -> bool:

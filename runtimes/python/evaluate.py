@@ -104,6 +104,8 @@ def evaluate_checkpoint(folder: Path, text: str, *, max_tokens: int | None = Non
             f'{folder} is a checkpoint, which needs torch ({error}): pip install "edgelin[train]"'
         ) from error
     model, config = checkpoint.load(folder)
+    if config.features is not None:
+        raise EdgelinError(f"{folder} reads features, not text; give it --features")
     tokenizer = tokenizers.load(folder / "tokenizer.json")
     codec = TextCodec(folder / "tokenizer.json", config.vocab_size)
     ids, size = _tokens(codec, text, tokenizers.end_token_id(tokenizer), max_tokens)
