@@ -161,15 +161,17 @@ def _check_mixer(where: str, table: Any) -> None:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from.
+    """Where the text or the features come from.
 
     Args:
-        train: Text files (UTF-8, also .xz or .gz) to train on.
-        valid: Text files for the held-out bits per byte.
+        train: Text files (UTF-8, also .xz or .gz), or .npz files of features, to train on.
+        valid: Files likewise for the held-out score, by which the checkpoint to keep is chosen;
+            without them the latest is kept.
         tokenizer: An existing ``tokenizer.json``; None trains a byte-level BPE on ``train``.
         cache: Folder for encoded tokens; None is ``cache`` inside the output folder.
         carry_state: Whether every row of the batch reads contiguous text with its recurrent state
             carried from step to step (truncated backpropagation); else windows are shuffled.
+        noise: Standard deviation of the normal noise that training adds to normalised features.
     """
 
     train: tuple[str, ...]
@@ -177,10 +179,12 @@ class DataConfig:
     tokenizer: str | None = None
     cache: str | None = None
     carry_state: bool = False
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.train:
-            raise EdgelinError("data.train is empty; name at least one text file")
+            raise EdgelinError("data.train is empty; name at least one file")
+        check_range("data.noise", self.noise, 0)
         for name in (*self.train, *self.valid, self.tokenizer or "", self.cache or ""):
             if "\0" in name:
                 raise EdgelinError(f"data names {name!r}; a path cannot hold a NUL character")
@@ -192,7 +196,7 @@ class OptimConfig:
 
     Args:
         batch_size: Sequences a step.
-        sequence_length: Tokens a sequence.
+        sequence_length: Tokens a sequence; the most of features, whose windows may be shorter.
         steps: Optimizer steps (None: ``max_seconds`` alone ends the run).
         max_seconds: Wall-clock budget, kept across resumed runs; the schedule then follows time.
             With ``steps`` too, the run ends at whichever comes first.
@@ -245,9 +249,10 @@ class RunConfig:
         seed: Fixes initial weights, data order and dropout.
         log_every: Steps between lines of the log.
         eval_every: Steps between held-out measurements (0: only at the end).
-        eval_tokens: Held-out tokens of such a measurement; the last one reads the whole text.
+        eval_tokens: Held-out tokens of such a measurement; the last one reads the whole text, and
+            features are read whole each time.
         save_every: Steps between checkpoints (0: only at the end).
-        compile: Whether to pass the model through ``torch.compile`` (GPU only).
+        compile: Whether to pass the model through ``torch.compile`` (GPU and text only).
     """
 
     model: ModelConfig
@@ -269,6 +274,25 @@ class RunConfig:
             ("save_every", 0),
         ):
             check_range(name, getattr(self, name), least)
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """What is for text only is left out with features, and the other way round."""
+        data = self.data
+        others: dict[str, Any]
+        if self.model.features is None:
+            others = {"data.noise": data.noise}
+        else:
+            others = {
+                "data.tokenizer": data.tokenizer,
+                "data.cache": data.cache,
+                "data.carry_state": data.carry_state,
+                "compile": self.compile,
+            }
+        for name, value in others.items():
+            if value:
+                kind = "features" if self.model.features is None else "text"
+                raise EdgelinError(f"{name} is {value!r}, which is for {kind} only; leave it out")
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

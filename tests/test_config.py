@@ -68,7 +68,7 @@ def test_settings_replace_the_file(path: Path) -> None:
         ("optim.steps=true", "config.optim.steps is True; int is needed"),
         ("optim.steps=0", "optim.steps is 0; it must be above 0"),
         ("optim.batch_size=-1", "optim.batch_size is -1; it must be above 0"),
-        ("data.train=[]", "data.train is empty; name at least one text file"),
+        ("data.train=[]", "data.train is empty; name at least one file"),
         ("data.train='a'", "config.data.train is 'a'; a list is needed"),
         ("save_every=-1", "save_every is -1; the least is 0"),
         ("log_every=0", "log_every is 0; the least is 1"),

@@ -24,6 +24,7 @@ from edgelin.errors import EdgelinError
 from edgelin.model import SequenceModel, check_size
 from edgelin.train import folder, log, optimizer, snapshot
 from edgelin.train.data import prepare
+from edgelin.train.features import FeatureTask
 from edgelin.train.meter import Meter, tell
 from edgelin.train.schedule import learning_rate, progress
 from edgelin.train.stop import Stop
@@ -91,6 +92,8 @@ def _train(config: RunConfig, out: Path, resume: bool, device: str) -> Result:
 
 def _task(config: RunConfig, out: Path, device: torch.device) -> Task:
     """Read the data of a run."""
+    if config.model.features is not None:
+        return FeatureTask(config, device)
     tell("reading and encoding the texts")
     return TextTask(config, prepare(config, out), device)
 
