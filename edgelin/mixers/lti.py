@@ -35,7 +35,7 @@ from edgelin.recurrences.lti.discretise import discretise
 from edgelin.state import StateSpec
 
 # Up to here a float32 step stays within 1e-4 of the dense system over 4,096 tokens (measured).
-MOST_CONDITION = 30.0
+MOST_CONDITION = 300.0
 _LEAST_RATE = 1e-4  # ε: keeps the real parts of A's eigenvalues off zero
 _INITS: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {
     "s4d-legs": hippo.normal_legs,

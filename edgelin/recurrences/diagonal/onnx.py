@@ -58,10 +58,10 @@ def plain(
         if theta is None:
             return _scan(graph, x, b, c, g, state)
         return _complex_scan(graph, x, b, c, g, theta, state)
-    powers = _powers(graph, g, theta)
+    tables = _powers(graph, g, theta)
     if theta is None:
-        return _constant(graph, x, b, c, powers, state, (channels, state_dim))
-    return _complex_constant(graph, x, b, c, powers, state, (channels, 2 * state_dim))
+        return _constant(graph, x, b, c, tables, state, (channels, state_dim))
+    return _complex_constant(graph, x, b, c, tables, state, (channels, 2 * state_dim))
 
 
 def fused(
@@ -119,11 +119,17 @@ def _rank(value: ir.Value) -> int:
 # ---- constant weights
 
 
-def _powers(graph: Graph, g: ir.Value, theta: ir.Value | None) -> ir.Value:
-    """Λ^l ``[chunk + 1, D, N]``, complex ``[chunk + 1, D, 2 N]``: real parts, then imaginary ones.
+# Λ^l [chunk + 1, D, N], complex [chunk + 1, D, 2 N]: real parts, then imaginary ones; and a part of
+# 0 or 1 [chunk + 1, D, N] of it with the rest, in the shape of Λ^l.
+Tables = tuple[ir.Value, ir.Value, ir.Value]
+
+
+def _powers(graph: Graph, g: ir.Value, theta: ir.Value | None) -> Tables:
+    """Λ^l, whole and in two parts.
 
     In float64: the angle l theta reaches hundreds of turns, of which float32 keeps four digits. Cos
-    and Sin then are float32, because onnxruntime < 1.32 has no others.
+    and Sin then are float32, because onnxruntime < 1.32 has no others. Near 1, float32 would give
+    a decay of 1e-3 a token an error of 3e-5, so that the state keeps 1 h and adds (Λ^l - 1) h.
     """
     op, double, single = graph.op, ir.DataType.DOUBLE, ir.DataType.FLOAT
     steps = graph.const(np.arange(graph.chunk + 1).reshape(-1, 1, 1), np.float64)
@@ -131,13 +137,23 @@ def _powers(graph: Graph, g: ir.Value, theta: ir.Value | None) -> ir.Value:
     def times_steps(v: ir.Value) -> ir.Value:
         return op("Mul", [op("Cast", [v], to=double), steps])  # type: ignore[no-any-return]
 
-    magnitude = op("Cast", [op("Exp", [times_steps(floored(graph, g))])], to=single)
+    exact = op("Exp", [times_steps(floored(graph, g))])
+    magnitude = op("Cast", [exact], to=single)
+    less_one = op("Cast", [op("Sub", [exact, graph.const(1, np.float64)])], to=single)
+    real = magnitude
+    if theta is not None:
+        turn = graph.const(2 * np.pi, np.float64)
+        angle = op("Cast", [op("Mod", [times_steps(theta), turn], fmod=1)], to=single)
+        real, imag = (op("Mul", [magnitude, op(part, [angle])]) for part in ("Cos", "Sin"))
+        half = op("Sin", [op("Mul", [angle, graph.const(0.5)])])
+        less_one = op("Mul", [less_one, op("Cos", [angle])])
+        less_one = op("Sub", [less_one, op("Mul", [graph.const(2), op("Mul", [half, half])])])
+    near = op("Greater", [real, graph.const(0.5)])  # elsewhere Λ^l - 1 would lose digits
+    kept, rest = op("Cast", [near], to=single), op("Where", [near, less_one, real])
     if theta is None:
-        return magnitude  # type: ignore[no-any-return]
-    turn = graph.const(2 * np.pi, np.float64)
-    angle = op("Cast", [op("Mod", [times_steps(theta), turn], fmod=1)], to=single)
-    planes = [op("Mul", [magnitude, op(part, [angle])]) for part in ("Cos", "Sin")]
-    return op("Concat", planes, axis=2)  # type: ignore[no-any-return]
+        return real, kept, rest
+    powers, rest = (op("Concat", [re, imag], axis=2) for re in (real, rest))
+    return powers, kept, rest
 
 
 def _constant(
@@ -145,18 +161,20 @@ def _constant(
     x: ir.Value,
     b: ir.Value,
     c: ir.Value,
-    powers: ir.Value,
+    tables: Tables,
     state: ir.Value,
     sizes: tuple[int, int],
 ) -> tuple[ir.Value, ir.Value]:
     """Constant real weights."""
     op = graph.op
+    powers = tables[0]
     first = op("Gather", [powers, graph.const(1, np.int64)])
-    last = op("Gather", [powers, graph.time_scalar()])
+    one, rest = (op("Gather", [table, graph.time_scalar()]) for table in tables[1:])
     read = op("Mul", [state, op("Mul", [c, first])])
     taps = _taps(graph, powers, op("Mul", [b, c]))
     y, written = mix(graph, x, taps, (powers, powers), read, sizes)
-    return y, op("Add", [op("Mul", [state, last]), op("Mul", [written, b])])
+    change = op("Add", [op("Mul", [state, rest]), op("Mul", [written, b])])
+    return y, op("Add", [op("Mul", [state, one]), change])
 
 
 def _complex_constant(
@@ -164,15 +182,16 @@ def _complex_constant(
     x: ir.Value,
     b: ir.Value,
     c: ir.Value,
-    powers: ir.Value,
+    tables: Tables,
     state: ir.Value,
     sizes: tuple[int, int],
 ) -> tuple[ir.Value, ir.Value]:
     """Constant complex weights. Re(p q) is the sum of p times (re, -im) of q."""
     op = graph.op
+    powers = tables[0]
     h, b_pair, c_pair = (_unstack(graph, v) for v in (state, b, c))
     first = _halves(graph, op("Gather", [powers, graph.const(1, np.int64)]), 1)
-    last = _halves(graph, op("Gather", [powers, graph.time_scalar()]), 1)
+    one, rest = (op("Gather", [table, graph.time_scalar()]) for table in tables[1:])
     real, imag = _times(graph, b_pair, c_pair)
     taps = _taps(graph, powers, op("Concat", [real, op("Neg", [imag])], axis=1))
     real, imag = _times(graph, c_pair, first)
@@ -180,9 +199,10 @@ def _complex_constant(
     crossed = op("Mul", [op("Concat", h[::-1], axis=2), op("Concat", [imag, imag], axis=1)])
     read = op("Sub", [straight, crossed])
     y, written = mix(graph, x, taps, (powers, powers), read, sizes)
-    kept = _times(graph, last, h)
+    turned = _times(graph, _halves(graph, rest, 1), h)
     added = _times(graph, b_pair, _halves(graph, written, 2))
-    after = [op("Add", [k, v]) for k, v in zip(kept, added, strict=True)]
+    change = [op("Add", [k, v]) for k, v in zip(turned, added, strict=True)]
+    after = [op("Add", [op("Mul", [v, one]), d]) for v, d in zip(h, change, strict=True)]
     return y, op("Concat", [op("Unsqueeze", [v, graph.ints(3)]) for v in after], axis=3)
 
 
