@@ -22,4 +22,10 @@ def step_bias(size: int) -> Tensor:
     return softplus_inverse(dt)
 
 
-__all__ = ["softplus_inverse", "step_bias"]
+def places(like: Tensor) -> Tensor:
+    """0 at the first number of ``like`` to 1 at the last, in equal steps, flat, on its device."""
+    n = like.numel()
+    return torch.arange(n, device=like.device) / max(1, n - 1)
+
+
+__all__ = ["places", "softplus_inverse", "step_bias"]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from edgelin.initial import places
 from edgelin.layers import HeadLayerNorm, at_least_float32, token_shift
 from edgelin.mixers import HeadSizes
 from edgelin.recurrences import MIN_LOG_DECAY
@@ -95,9 +96,9 @@ class Mixer(nn.Module):
         self.mix_bias[2] -= 0.3 * depth
         self.mix_out.uniform_(-0.01, 0.01)
         speed, bonus = self.decay_out_proj.bias, self.bonus
-        speed.copy_(-6 + 5 * _places(speed) ** (0.7 + 1.3 * depth))
+        speed.copy_(-6 + 5 * places(speed) ** (0.7 + 1.3 * depth))
         zigzag = 0.1 * ((torch.arange(bonus.numel(), device=bonus.device) + 1) % 3 - 1)
-        bonus.copy_((depth * (1 - _places(bonus)) + zigzag).view_as(bonus))
+        bonus.copy_((depth * (1 - places(bonus)) + zigzag).view_as(bonus))
 
     def state_specs(self) -> list[StateSpec]:
         """The last token and S."""
@@ -131,9 +132,3 @@ class Mixer(nn.Module):
         shares = (low.flatten(1, 2) @ self.mix_out).unflatten(1, x.shape[:2])
         mixed: Tensor = x + change * (self.mix_bias[:, None, None] + shares)
         return mixed
-
-
-def _places(like: Tensor) -> Tensor:
-    """0 at the first channel of all heads to 1 at the last."""
-    n = like.numel()
-    return torch.arange(n, device=like.device) / max(1, n - 1)

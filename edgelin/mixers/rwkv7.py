@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from edgelin.initial import places
 from edgelin.layers import HeadLayerNorm, at_least_float32, l2_norm, token_shift
 from edgelin.mixers import HeadSizes
 from edgelin.recurrences.dplr import dplr
@@ -112,25 +113,27 @@ class Mixer(nn.Module):
             nn.init.zeros_(inner.weight)
             gain = 0.1 * max(1.0, outer.in_features / outer.out_features) ** 0.5
             nn.init.orthogonal_(outer.weight, gain=gain)
-        place = _places(self.k_k.numel())
-        n = torch.arange(self.k_k.numel()) % self.config.key_dim
+        place = places(self.k_k)
+        n = torch.arange(self.k_k.numel(), device=self.k_k.device) % self.config.key_dim
         zigzag = 2 * n / max(1, self.config.key_dim - 1) - 1
         zigzag = zigzag * zigzag.abs()
         depth = self.layer / (self.layer + 4)
-        speeds = -5.5 + 6 * (place + 0.5) ** (1 + depth**0.3) + 2.5 * zigzag
+        speeds = -5.5 + 6 * place ** (1 + depth**0.3) + 2.5 * zigzag
         self.decay_out_proj.bias.copy_(speeds)
-        self.beta_out_proj.bias.copy_(-0.19 + 0.3 * zigzag + 0.4 * place)
+        self.beta_out_proj.bias.copy_(-0.39 + 0.3 * zigzag + 0.4 * place)
         if self.follows:
-            self.value_beta_out_proj.bias.copy_(0.73 - 0.4 * _places(self.value_size))
+            bias = self.value_beta_out_proj.bias
+            bias.copy_(0.93 - 0.4 * places(bias))
 
     @torch.no_grad()
     def _reset_vectors(self) -> None:
         """What is no projection: shares of the token before, and the factors of the keys."""
         depth = self.layer / (self.layer + 4)
-        channel = torch.arange(self.hidden_size) / self.hidden_size
-        powers = torch.tensor([0.2, 0.9, 0.7, 0.7, 0.9, 0.2])[:, None]  # r, w, k, v, a, g
-        self.mix.copy_(1 - channel ** (powers * (1 - depth)))
-        self.k_k.copy_(0.71 - 0.1 * _places(self.k_k.numel()))
+        channel = torch.arange(self.hidden_size, device=self.mix.device) / self.hidden_size
+        powers = 0.2, 0.9, 0.7, 0.7, 0.9, 0.2  # r, w, k, v, a, g
+        for share, power in zip(self.mix, powers, strict=True):
+            share.copy_(1 - channel ** (power * (1 - depth)))
+        self.k_k.copy_(0.76 - 0.1 * places(self.k_k))
         nn.init.constant_(self.k_a, 1.02)
         nn.init.constant_(self.r_k, -0.04)
 
@@ -181,8 +184,3 @@ class Mixer(nn.Module):
         share = self.value_beta_out_proj(self.value_beta_in_proj(x))
         share = at_least_float32(share).sigmoid().to(v.dtype)
         return v + (shared[name] - v) * share
-
-
-def _places(size: int) -> Tensor:
-    """-1/2 to 1/2 in ``size`` equal steps."""
-    return torch.arange(size) / max(1, size - 1) - 0.5
