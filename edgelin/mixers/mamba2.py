@@ -108,22 +108,22 @@ class Mixer(nn.Module):
         u, conv = short_convolution(
             u, self.conv_weight, self.conv_bias, state[conv_name], activation="silu"
         )
-        u, keys, queries = u.split([self.inner_size, *[self.group_size] * 2], dim=-1)
+        u, groups = u.split([self.inner_size, 2 * self.group_size], dim=-1)
         u = u.unflatten(-1, (c.num_heads, c.head_dim))
         dt = at_least_float32(self.dt_proj(x)) + at_least_float32(self.dt_bias)
         dt = F.softplus(dt)
         g = -at_least_float32(self.A_log).exp() * dt
         v = (dt[..., None] * u).to(u.dtype)
-        o, after = linear(
-            self._by_head(queries), self._by_head(keys), v, g, state[recurrent_name], scale=1.0
-        )
+        keys, queries = self._by_head(groups)
+        o, after = linear(queries, keys, v, g, state[recurrent_name], scale=1.0)
         o = o + self.D.to(u.dtype)[:, None] * u
         y = self.norm(o.flatten(-2), gate)
         return self.out_proj(y), {conv_name: conv, recurrent_name: after}
 
-    def _by_head(self, groups: Tensor) -> Tensor:
-        """B or C `[B, T, G N]` for every head `[B, T, H, N]`."""
+    def _by_head(self, groups: Tensor) -> tuple[Tensor, ...]:
+        """B and C `[B, T, 2 G N]` for every head, each `[B, T, H, N]`."""
         c = self.config
-        each = groups.unflatten(-1, (c.num_groups, 1, c.state_size))
-        shared: Tensor = each.expand(-1, -1, -1, c.num_heads // c.num_groups, -1).flatten(2, 3)
-        return shared
+        each = groups.unflatten(-1, (2 * c.num_groups, 1, c.state_size))
+        shared = each.expand(-1, -1, -1, c.num_heads // c.num_groups, -1).flatten(2, 3)
+        parts: tuple[Tensor, ...] = shared.chunk(2, dim=2)
+        return parts

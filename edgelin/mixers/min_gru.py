@@ -64,7 +64,8 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"ssm.{self.layer}"
         u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
-        z = at_least_float32(self.decay_proj(x))[..., None]
+        z = at_least_float32(self.decay_proj(x))
         one = torch.ones(self.config.inner_size, 1, dtype=z.dtype, device=x.device)
-        h, last = diagonal(u, z.sigmoid(), one, -F.softplus(z), None, state[name])
+        b, g = (v.unflatten(-1, one.shape) for v in (z.sigmoid(), -F.softplus(z)))
+        h, last = diagonal(u, b, one, g, None, state[name])
         return self.out_proj(h * F.silu(gate)), {name: last}

@@ -79,10 +79,9 @@ class Mixer(nn.Module):
             torch.empty(inner, config.conv_size).uniform_(-bound, bound)
         )
         self.conv_bias = nn.Parameter(torch.zeros(inner))
-        # a block's rows of W_r, then of W_i
-        self.decay_weight = nn.Parameter(torch.randn(blocks, width, 2 * width) * width**-0.5)
-        self.decay_bias = nn.Parameter(torch.zeros(blocks, 1, 2 * width))
-        self.decay_bias.no_weight_decay = True  # type: ignore[attr-defined]
+        # the blocks of W_r, then those of W_i, transposed
+        self.decay_weight = nn.Parameter(torch.randn(2, blocks, width, width) * width**-0.5)
+        self.decay_bias = nn.Parameter(torch.zeros(2 * inner))
         radius = torch.empty(inner).uniform_(0.9, 0.999)
         self.Lambda = nn.Parameter(softplus_inverse(-radius.log() / _POWER))
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
@@ -103,22 +102,20 @@ class Mixer(nn.Module):
         conv_name, ssm_name = f"conv.{self.layer}", f"ssm.{self.layer}"
         u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
         u, conv = short_convolution(u, self.conv_weight, self.conv_bias, state[conv_name])
-        log_a, i = self._gates(u)
-        # 1 - a^2 = -expm1(2 log a), with tanh, which ONNX has: 1 - exp() loses all digits near 1.
-        rest = -torch.tanh(log_a) * (torch.exp(2 * log_a) + 1)
-        factor = rest.clamp(min=_LEAST).sqrt()
-        one = torch.ones(self.config.inner_size, 1, dtype=log_a.dtype, device=x.device)
-        h, last = diagonal(i * u, factor[..., None], one, log_a[..., None], None, state[ssm_name])
+        r, i = self._gates(u).chunk(2, dim=-1)
+        loss = r * (_POWER * F.softplus(at_least_float32(self.Lambda)))  # -log a
+        # 1 - a^2 by t = tanh(-log a): 1 - exp() loses its digits near 0, and ONNX has no expm1.
+        t = torch.tanh(loss)
+        factor = (2 * t / (1 + t)).clamp(min=_LEAST).sqrt()
+        one = torch.ones(self.config.inner_size, 1, dtype=loss.dtype, device=x.device)
+        b, g = (v.unflatten(-1, one.shape) for v in (factor, -loss))
+        h, last = diagonal(i * u, b, one, g, None, state[ssm_name])
         y = (h * F.gelu(gate, approximate="tanh")).to(gate.dtype)
         return self.out_proj(y), {conv_name: conv, ssm_name: last}
 
-    def _gates(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """log a and i, both `[B, T, D]` float32."""
-        c = self.config
-        batch, time, _ = u.shape
-        blocks = u.reshape(batch * time, c.num_blocks, -1).transpose(0, 1)
-        gates = at_least_float32(blocks @ self.decay_weight) + at_least_float32(self.decay_bias)
-        r, i = gates.sigmoid().transpose(0, 1).chunk(2, dim=-1)
-        shape = (batch, time, c.inner_size)
-        rate = -_POWER * F.softplus(at_least_float32(self.Lambda))
-        return r.reshape(shape) * rate, i.reshape(shape)
+    def _gates(self, u: Tensor) -> Tensor:
+        """r, then i: `[B, T, 2 D]` float32."""
+        batch, time, size = u.shape
+        blocks = u.reshape(batch * time, self.config.num_blocks, -1).transpose(0, 1)
+        gates = (blocks @ self.decay_weight).permute(2, 0, 1, 3).reshape(batch, time, 2 * size)
+        return (at_least_float32(gates) + at_least_float32(self.decay_bias)).sigmoid()

@@ -19,7 +19,14 @@ from edgelin.recurrences.graph import Graph
 NAMES = ("x", "b", "c", "g", "theta", "state")
 CONSTANT = ("constant",) * 3
 SELECTIVE = ("each", "shared", "shared")  # as in Mamba: Λ a channel's own, b and c for all
-MODES = [CONSTANT, SELECTIVE, ("shared", "each", "constant"), ("constant", "shared", "each")]
+GATED = ("each", "each", "constant")  # as in RG-LRU, where N = 1
+MODES = [
+    CONSTANT,
+    SELECTIVE,
+    GATED,
+    ("shared", "each", "constant"),
+    ("constant", "shared", "each"),
+]
 TIMES = (1, 63, 64, 65, 130)
 
 
@@ -131,10 +138,11 @@ def test_chunked_form_and_gradients(time: int, modes: tuple[str, ...], is_comple
 
 
 @pytest.mark.parametrize("is_complex", [False, True])
-@pytest.mark.parametrize("modes", MODES[:2])
+@pytest.mark.parametrize("modes", MODES[:3])
 @pytest.mark.parametrize("kind", HARD)
 def test_chunked_form_at_hard_inputs(kind: str, modes: tuple[str, ...], is_complex: bool) -> None:
-    made = hard(kind, inputs(130, modes, is_complex=is_complex))
+    size = 1 if modes == GATED else 2
+    made = hard(kind, inputs(130, modes, is_complex=is_complex, size=size))
     expected = with_gradients(reference.forward, made)
     single = with_gradients(diagonal, to(made, torch.float32))
     for name, e, s in zip(named(made), expected, single, strict=True):
@@ -237,9 +245,11 @@ def test_kernels(modes: tuple[str, ...], is_complex: bool, device: str) -> None:
 
 
 @pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("is_complex", [False, True])
 @pytest.mark.parametrize("kind", HARD)
-def test_kernels_at_hard_inputs(kind: str, device: str) -> None:
-    made = inputs(6, ("each", "shared", "constant"), is_complex=True, batch=1, channels=2)
+def test_kernels_at_hard_inputs(kind: str, is_complex: bool, device: str) -> None:
+    modes = ("each", "shared", "constant") if is_complex else SELECTIVE
+    made = inputs(6, modes, is_complex=is_complex, batch=1, channels=2)
     check_kernels(hard(kind, made), device, 5e-6)
 
 
@@ -343,7 +353,8 @@ CASES = [  # fused differs from plain for real selective weights only
 def test_onnx_form(form: str, modes: tuple[str, ...], is_complex: bool) -> None:
     random = [("random", time) for time in (1, 7, 63, 64)]
     for kind, time in [*random, *itertools.product(HARD, (1, 64))]:
-        made = inputs(time, modes, is_complex=is_complex, batch=3 if time == 7 else 1)
+        batch, size = 3 if time == 7 else 1, 1 if modes == GATED else 2
+        made = inputs(time, modes, is_complex=is_complex, batch=batch, size=size)
         if kind != "random":
             made = hard(kind, made)
         # float32 inputs are the given, so that only the graph's own rounding is measured

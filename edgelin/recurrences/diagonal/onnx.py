@@ -87,21 +87,24 @@ def fused(
     sizes = {"channels": channels, "state_dim": state_dim}
     if theta is not None or not _is_selective(b, c, g):
         return plain(graph, x, b, c, g, theta, state, **sizes)
-    full = graph.op("Concat", [graph.op("Shape", [x]), graph.ints(state_dim)], axis=0)
-
-    def packed(weights: ir.Value) -> ir.Value:
-        everywhere = graph.op("Expand", [weights, full])
-        return graph.op("Reshape", [everywhere, graph.ints(0, 0, channels * state_dim)])  # type: ignore[no-any-return]
-
-    inputs = [
-        packed(c),
-        packed(b),
-        x,
-        graph.op("Reshape", [state, graph.ints(0, channels, state_dim, 1)]),
-        packed(floored(graph, g)),
-    ]
+    matrix = graph.op("Reshape", [state, graph.ints(0, channels, state_dim, 1)])
+    key, query, decay = (_packed(graph, v, x, channels, state_dim) for v in (b, c, g))
+    inputs = [query, key, x, matrix, decay]
     y, after = linear_attention(graph, inputs, heads=channels, rule="gated", scale=1.0)
     return y, graph.op("Reshape", [after, graph.ints(0, channels, state_dim)])
+
+
+def _packed(
+    graph: Graph, weights: ir.Value, x: ir.Value, channels: int, state_dim: int
+) -> ir.Value:
+    """Real weights as ``[B, T, D N]``; where they are constant, ``x`` has B and T."""
+    op, size = graph.op, channels * state_dim
+    if _rank(weights) == 2:
+        full = op("Concat", [op("Shape", [x], end=2), graph.ints(size)], axis=0)
+        return op("Expand", [op("Reshape", [weights, graph.ints(size)]), full])  # type: ignore[no-any-return]
+    if weights.shape is not None and weights.shape[2] != channels:
+        weights = op("Expand", [weights, graph.ints(1, 1, channels, 1)])
+    return op("Reshape", [weights, graph.ints(0, 0, size)])  # type: ignore[no-any-return]
 
 
 def _is_selective(*weights: ir.Value) -> bool:

@@ -27,8 +27,9 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
     r, i = np.zeros_like(u), np.zeros_like(u)
     for n in range(c.num_blocks):
         own = slice(n * width, (n + 1) * width)
-        gates = u[..., own] @ matrix(m, "decay_weight")[n] + matrix(m, "decay_bias")[n]
-        r[..., own], i[..., own] = np.split(sigmoid(gates), 2, axis=-1)
+        for kind, gate in enumerate((r, i)):
+            bias = matrix(m, "decay_bias")[kind * c.inner_size :][own]
+            gate[..., own] = sigmoid(u[..., own] @ matrix(m, "decay_weight")[kind, n] + bias)
     log_a = -8 * r * np.logaddexp(0, matrix(m, "Lambda"))
     h, outputs = state["ssm.3"][..., 0], []
     for t in range(x.shape[1]):
