@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edgelin import checkpoint, tokenizer
-from edgelin.config import ModelConfig
+from edgelin.config import FeatureConfig, ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.model import SequenceModel
 
@@ -101,6 +101,21 @@ def test_files_have_the_hugging_face_shape(folder: Path, tokenizer_json: str) ->
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
     assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
     assert (folder / "tokenizer.json").read_text() == tokenizer_json
+
+
+def test_a_model_of_features_has_no_tokenizer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = SequenceModel(_config(vocab_size=0, features=FeatureConfig(5, 3, labels=tuple("abc"))))
+    model.embedding.mean.copy_(torch.arange(5))
+    checkpoint.save(tmp_path, model, None)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["EdgelinForFeatures"]
+    assert (config["vocab_size"], config["features"]["size"]) == (0, 5)
+    again, read = checkpoint.load(tmp_path)
+    assert read == model.config
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
 
 
 def test_a_failed_save_leaves_the_old_weights(

@@ -76,7 +76,7 @@ NAN[4, 1] = np.nan
             "sequence",
             "",
             {"x": X.reshape(4, 3)},
-            "{}: x has 3 features a frame, model.features.size is 2; set it to 3",
+            "{}: x has 3 features a frame, the model reads 2 (model.features.size); take",
         ),
         ("sequence", "", {"x": NAN}, "{}: x[4, 1] is nan; only finite numbers are allowed"),
         ("sequence", "", {"lengths": LENGTHS.astype("i4")}, "{}: lengths is int32; int64 is"),
