@@ -56,6 +56,28 @@ def tiny(build: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) ->
     return build(tmp_path_factory.mktemp("bundle") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def sensor(build: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same of features, with a class for every step; tests only read it."""
+    from tiny_bundle import build_features
+
+    from edgelin.runtimes.signature import Output
+
+    output = Output(3, "outputs", "step", "classification", ("walk", "sit down", "läuft"))
+    return build_features(tmp_path_factory.mktemp("bundle") / "sensor", output)
+
+
+@pytest.fixture(scope="session")
+def meter(build: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same with two numbers for all that was read so far."""
+    from tiny_bundle import build_features
+
+    from edgelin.runtimes.signature import Output
+
+    output = Output(2, "outputs", "sequence", "regression")
+    return build_features(tmp_path_factory.mktemp("bundle") / "meter", output)
+
+
 @pytest.fixture
 def damaged(tiny: Any, tmp_path: Path) -> Path:
     """A copy of the tiny bundle that a test may damage."""

@@ -99,7 +99,8 @@ def _data(bundle: Path, text: str | None, features: Path | None) -> str | Sequen
     manifest = Manifest.read(bundle)
     if features is not None:
         source = feature_file.check_features(manifest.input, bundle)
-        return feature_file.read_sequences(features, source, manifest.output)
+        config = feature_file.config_of(source, manifest.output)
+        return feature_file.read_sequences(features, config, scored=False)
     if text is not None and manifest.tokenizer is None:
         raise EdgelinError(f"{bundle} reads features, not text; give --features in place of --text")
     return None if text is None else read_text(text)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from edgelin.errors import EdgelinError
 from edgelin.runtimes.distribution import deviation, divergence
-from edgelin.runtimes.feature_file import Sequences, check_features, read_sequences
+from edgelin.runtimes.feature_file import Sequences, check_features, config_of, read_sequences
 from edgelin.runtimes.session import Bundle
 
 Array = NDArray[Any]
@@ -70,12 +70,11 @@ def evaluate(bundle: Bundle, path: Path, *, against: Bundle | None = None) -> Fe
             f"{bundle.path} and {against.path} read or answer different things; only bundles with "
             "equal input and output can be compared"
         )
-    data = read_sequences(path, source, manifest.output)
-    if data.y is None:
-        raise EdgelinError(f"{path} lacks y, the right answers; it has x and lengths")
+    data = read_sequences(path, config_of(source, manifest.output))
+    assert data.y is not None
     scored = np.ones(len(data.y), bool) if manifest.output.task == "regression" else data.y >= 0
     if not scored.any():
-        raise EdgelinError(f"{path}: y is -1 everywhere; give at least one class to score")
+        raise EdgelinError(f"{path}: y is -1 everywhere; give at least one frame a class")
     y, p = data.y[scored], _outputs(bundle, data)[scored]
     fields = _score(p, y, manifest.output.is_distribution)
     if against is not None:

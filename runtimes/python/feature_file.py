@@ -1,8 +1,9 @@
-"""Reading features: one sequence as ``.npy``, lines of numbers, and labelled sequences as ``.npz``.
+"""Reading features: one sequence as .npy, lines of numbers, and sequences with answers as .npz.
 
-A data set is an ``.npz`` of ``x`` float32 `[sum of lengths, F]`, ``lengths`` int64 `[n]` and, where
-answers are known, ``y``: for a head ``"sequence"`` `[n]` classes or `[n, C]` values, for a head
-``"step"`` `[sum of lengths]` classes, -1 where none is known, or `[sum of lengths, C]` values.
+An .npz has ``x`` float32 ``[n, F]``, the frames of all sequences one after another; ``lengths``
+int64 ``[sequences]``; and ``y``, the answers: int64 classes, or float32 with an axis ``[outputs]``
+more for a regression. Head ``sequence``: an answer a sequence. Head ``step``: an answer a frame,
+where the class -1 says that none is wanted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelin.config import FeatureConfig
 from edgelin.errors import EdgelinError
 from edgelin.runtimes.signature import Features, Input, Output
 
@@ -25,12 +27,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of features, one after the other, and what is known of them.
+    """Content of an .npz.
 
     Args:
-        x: float32 `[sum of lengths, F]`.
-        lengths: int64 `[n]`, each 1 or more.
-        y: Classes or values, see the module's docstring; None: not known.
+        x: Frames of all sequences ``[n, F]`` float32.
+        lengths: Frames of every sequence ``[sequences]`` int64.
+        y: Answers, see above; None: they were not read.
     """
 
     x: Array
@@ -53,36 +55,36 @@ def check_features(source: Input, where: object) -> Features:
     return source
 
 
-def read_sequences(path: Path, source: Features, output: Output) -> Sequences:
+def config_of(source: Features, output: Output) -> FeatureConfig:
+    """Input and output of a bundle as the model's config has them."""
+    assert output.head is not None and output.task is not None
+    return FeatureConfig(source.size, output.size, output.head, output.task, output.labels)
+
+
+def read_sequences(path: Path, features: FeatureConfig, *, scored: bool = True) -> Sequences:
     """Read an ``.npz`` for a model.
 
     Args:
         path: The file.
-        source: What the model reads.
-        output: What it answers.
+        features: What the model reads and answers.
+        scored: Whether the answers are needed.
 
     Raises:
-        EdgelinError: The file is missing or damaged, or does not fit the model.
+        EdgelinError: The file cannot be read, lacks an array, or an array does not fit.
     """
     arrays = _load(path, ".npz")
-    for name in ("x", "lengths"):
-        if name not in arrays:
-            raise EdgelinError(f"{path} lacks {name}; it has: {', '.join(arrays) or 'nothing'}")
-    lengths, y = arrays["lengths"], arrays.get("y")
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not lengths.size:
-        raise EdgelinError(f"{path}: lengths are {_words(lengths)}; integers [n] are needed")
-    try:
-        x, _ = source.check(arrays["x"], 1)
-    except EdgelinError as error:
-        raise EdgelinError(f"{path}: x: {error}") from None
-    if arrays["x"].ndim != 2 or lengths.min() < 1 or lengths.sum() != x.shape[1]:
-        raise EdgelinError(
-            f"{path}: x has {x.shape[1]} steps and lengths, from {lengths.min()} on, add up to "
-            f"{lengths.sum()}; x is [sum of lengths, {source.size}], every length 1 or more"
-        )
-    if y is not None:
-        _check_answers(path, y, x.shape[1] if output.head == "step" else lengths.size, output)
-    return Sequences(x[0], lengths, y)
+    keys = ("x", "lengths", "y") if scored else ("x", "lengths")
+    for key in keys:
+        if key not in arrays:
+            raise EdgelinError(
+                f"{path} lacks the array {key!r}; it has: {', '.join(sorted(arrays))}"
+            )
+    x, lengths = arrays["x"], arrays["lengths"]
+    _check_frames(path, x, lengths, features.size)
+    if not scored:
+        return Sequences(x, lengths)
+    _check_answers(path, arrays["y"], len(lengths), len(x), features)
+    return Sequences(x, lengths, arrays["y"])
 
 
 def read_steps(path: Path) -> Array:
@@ -114,42 +116,91 @@ def parse_steps(lines: Iterable[str], source: Features) -> Iterator[Array]:
 
 def _load(path: Path, suffix: str) -> dict[str, Array]:
     """The arrays of an ``.npz`` by name, or the one of an ``.npy`` under the empty name."""
-    problem = f"give numbers in an {suffix} file that numpy wrote"
+    writer = "savez" if suffix == ".npz" else "save"
+    problem = f"write it by numpy.{writer}, without objects"
     try:
-        found = np.load(path, allow_pickle=False)
-        if isinstance(found, np.ndarray):
-            arrays = {"": found}
-        else:
-            with found:
-                arrays = {name: found[name] for name in found.files}
-    except FileNotFoundError:
-        raise EdgelinError(f"there is no file {path}") from None
+        with path.open("rb") as file:  # numpy leaves it open when it refuses the content
+            found = np.load(file, allow_pickle=False)
+            if not isinstance(found, np.lib.npyio.NpzFile):
+                arrays = {"": found}
+            else:
+                with found:
+                    arrays = {name: found[name] for name in found.files}
     except OSError as error:
-        raise EdgelinError(f"{path} cannot be read: {error.strerror or error}; {problem}") from None
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, MemoryError):
-        raise EdgelinError(f"{path} is no {suffix} file, or a damaged one; {problem}") from None
+        reason = error.strerror or error
+        raise EdgelinError(f"cannot read the features {path}: {reason}") from error
+    except (ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        reason = " ".join(str(error).split())
+        raise EdgelinError(f"{path} is no readable {suffix} file ({reason}); {problem}") from error
     if ("" in arrays) != (suffix == ".npy"):
-        raise EdgelinError(f"{path} is no {suffix} file; {problem}")
+        raise EdgelinError(f"{path} is no {suffix} file; write it by numpy.{writer}")
     return arrays
 
 
-def _check_answers(path: Path, y: Array, count: int, output: Output) -> None:
-    """Refuse answers that the model cannot be scored with."""
-    if not output.is_distribution:
-        right = y.shape == (count, output.size) and y.dtype.kind in "fiu"
-        if not right or not np.isfinite(y).all():
-            raise EdgelinError(
-                f"{path}: y is {_words(y)}; finite numbers [{count}, {output.size}] are needed"
-            )
+def _check_frames(path: Path, x: Array, lengths: Array, size: int) -> None:
+    """``x`` and ``lengths`` fit each other and the model."""
+    _check_type(path, "x", x, np.float32)
+    if x.ndim != 2:
+        raise EdgelinError(f"{path}: x has shape {list(x.shape)}; [frames, {size}] is needed")
+    if x.shape[1] != size:
+        raise EdgelinError(
+            f"{path}: x has {x.shape[1]} features a frame, the model reads {size} "
+            f"(model.features.size); take the data that it was made for"
+        )
+    _check_finite(path, "x", x)
+    _check_type(path, "lengths", lengths, np.int64)
+    if lengths.ndim != 1 or not len(lengths):
+        raise EdgelinError(
+            f"{path}: lengths has shape {list(lengths.shape)}; [sequences] is needed, at least one"
+        )
+    if lengths.min() < 1:
+        where = int(lengths.argmin())
+        raise EdgelinError(
+            f"{path}: lengths[{where}] is {lengths[where]}; a sequence has at least 1 frame"
+        )
+    if lengths.sum() != len(x):
+        raise EdgelinError(f"{path}: lengths add up to {lengths.sum()}, x has {len(x)} frames")
+
+
+def _check_answers(
+    path: Path, y: Array, sequences: int, frames: int, features: FeatureConfig
+) -> None:
+    """``y`` has an answer for every sequence or frame, in range."""
+    step = features.head == "step"
+    shape = [frames if step else sequences]
+    if features.task == "regression":
+        _check_type(path, "y", y, np.float32)
+        shape.append(features.outputs)
+    else:
+        _check_type(path, "y", y, np.int64)
+    if list(y.shape) != shape:
+        raise EdgelinError(
+            f"{path}: y has shape {list(y.shape)}; {features.task} with head {features.head!r} "
+            f"needs {shape}"
+        )
+    if features.task == "regression":
+        _check_finite(path, "y", y)
         return
-    least = -1 if output.head == "step" else 0
-    if y.shape != (count,) or y.dtype.kind not in "iu":
-        raise EdgelinError(f"{path}: y is {_words(y)}; classes, integers [{count}], are needed")
-    if y.size and not (least <= y.min() and y.max() < output.size):
-        bad = y[(y < least) | (y >= output.size)][0]
-        raise EdgelinError(f"{path}: y has class {bad}; allowed: {least} .. {output.size - 1}")
+    least = -1 if step else 0
+    wrong = np.flatnonzero((y < least) | (y >= features.outputs))
+    if len(wrong):
+        raise EdgelinError(
+            f"{path}: y[{wrong[0]}] is {y[wrong[0]]}; classes are {least} to "
+            f"{features.outputs - 1} with model.features.outputs = {features.outputs}"
+        )
 
 
-def _words(array: Array) -> str:
-    """Type and shape."""
-    return f"{array.dtype} {list(array.shape)}"
+def _check_type(path: Path, name: str, array: Array, dtype: type[np.generic]) -> None:
+    if array.dtype != dtype:
+        raise EdgelinError(
+            f"{path}: {name} is {array.dtype}; {np.dtype(dtype)} is needed: convert it by astype"
+        )
+
+
+def _check_finite(path: Path, name: str, array: Array) -> None:
+    wrong = np.argwhere(~np.isfinite(array))
+    if len(wrong):
+        place = ", ".join(str(int(i)) for i in wrong[0])
+        raise EdgelinError(
+            f"{path}: {name}[{place}] is {array[tuple(wrong[0])]}; only finite numbers are allowed"
+        )

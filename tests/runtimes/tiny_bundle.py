@@ -1,7 +1,8 @@
 """A small but real stateful bundle, built by hand so that these tests need no exporter.
 
-The model: e = E[id];  S_t = a * S_{t-1} + k_t v_t^T with k = e Wk, v = e Wv;  o_t = q_t^T S_t with
-q = e Wq;  logits = (o_t Wo + e) Wh.  It carries S as ``recurrent.0`` and ``position``.
+The model: e = E[id], or e = x E of features x;  S_t = a * S_{t-1} + k_t v_t^T with k = e Wk and
+v = e Wv;  o_t = q_t^T S_t with q = e Wq;  logits = (o_t Wo + e) Wh.  It carries S as
+``recurrent.0`` and ``position``.
 :func:`reference` is the same in float64 numpy, one token at a time.
 """
 
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest, TokenizerRecord, Variant, file_records
-from edgelin.runtimes.signature import Output, Tokens
+from edgelin.runtimes.signature import Features, Output, Tokens
 from edgelin.state import StateSpec
 
 CHUNK = 8
+FEATURES = 5  # numbers of a step of the bundle for features
 WIDTH, KEY, VALUE, DECAY = 16, 6, 10, 0.9
 STATES = [
     StateSpec("recurrent", 0, (KEY, VALUE), "batch key value", initial=0.25),
@@ -41,13 +43,13 @@ class Tiny:
     weights: dict[str, NDArray[np.float32]]
     vocab_size: int
 
-    def reference(self, ids: list[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Logits [T, vocab] and the last state [KEY, VALUE] by a float64 loop."""
+    def reference(self, inputs: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Outputs [T, size] of ids [T] or features [T, F], and the last state [KEY, VALUE]."""
         w = {name: value.astype(np.float64) for name, value in self.weights.items()}
         state = np.full((KEY, VALUE), 0.25)
         rows = []
-        for token in ids:
-            e = w["E"][token]
+        for step in inputs:
+            e = w["E"][step] if np.ndim(step) == 0 else np.asarray(step, np.float64) @ w["E"]
             state = DECAY * state + np.outer(e @ w["Wk"], e @ w["Wv"])
             rows.append((e @ w["Wq"] @ state @ w["Wo"] + e) @ w["Wh"])
         return np.stack(rows), state
@@ -73,15 +75,7 @@ def build(folder: Path, seed: int = 0, *, model_hash: str = "11" * 32, **changes
     """Write the bundle; ``changes`` replace fields of the manifest."""
     (folder / "onnx").mkdir(parents=True)
     vocab = train_tokenizer(folder / "tokenizer.json")
-    random = np.random.default_rng(seed)
-    shapes = {
-        "E": (vocab, WIDTH), "Wq": (WIDTH, KEY), "Wk": (WIDTH, KEY), "Wv": (WIDTH, VALUE),
-        "Wo": (VALUE, WIDTH), "Wh": (WIDTH, vocab),
-    }  # fmt: skip
-    weights = {
-        name: (random.standard_normal(shape) * 0.4).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    weights = _weights(vocab, vocab, np.random.default_rng(seed))
     (folder / "config.json").write_text(json.dumps({"hidden_size": WIDTH, "layers": ["x"]}))
     tokenizer = TokenizerRecord("tokenizer.json", 0, {"<|end|>": 0})
     fields: dict[str, Any] = {
@@ -91,23 +85,63 @@ def build(folder: Path, seed: int = 0, *, model_hash: str = "11" * 32, **changes
         "max_time": CHUNK, "chunk": CHUNK, **changes,
     }  # fmt: skip
     contract = Manifest(**fields, variants={}).io_part()
+    variants = _write_variants(folder, weights, contract)
+    files = file_records(folder, ["tokenizer.json", "config.json"])
+    Manifest(**fields, variants=variants, files=files).write(folder)
+    return Tiny(folder, weights, vocab)
+
+
+def build_features(folder: Path, output: Output) -> Tiny:
+    """Write the bundle with FEATURES numbers a step in the place of tokens."""
+    (folder / "onnx").mkdir(parents=True)
+    weights = _weights(FEATURES, output.size, np.random.default_rng(0))
+    fields: dict[str, Any] = {
+        "model_hash": "33" * 32, "input": Features(FEATURES), "output": output,
+        "states": STATES, "tokenizer": None, "profile": "plain", "opset": 21,
+        "min_onnxruntime": "1.20.0", "default_variant": "model", "max_time": CHUNK, "chunk": CHUNK,
+    }  # fmt: skip
+    contract = Manifest(**fields, variants={}).io_part()
+    variants = _write_variants(folder, weights, contract)
+    Manifest(**fields, variants=variants).write(folder)
+    return Tiny(folder, weights, 0)
+
+
+def _weights(rows: int, outputs: int, random: np.random.Generator) -> dict[str, Any]:
+    """Random matrices."""
+    shapes = {
+        "E": (rows, WIDTH), "Wq": (WIDTH, KEY), "Wk": (WIDTH, KEY), "Wv": (WIDTH, VALUE),
+        "Wo": (VALUE, WIDTH), "Wh": (WIDTH, outputs),
+    }  # fmt: skip
+    return {
+        name: (random.standard_normal(shape) * 0.4).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def _write_variants(
+    folder: Path, weights: dict[str, Any], contract: dict[str, Any]
+) -> dict[str, Variant]:
+    """Write the graph twice."""
     variants = {}
     for name in ("model", "model_q8"):
         files = _write_graph(folder, f"onnx/{name}.onnx", weights, contract)
         quantisation = {"bits": 8, "block_size": 32} if name == "model_q8" else None
         variants[name] = Variant(f"onnx/{name}.onnx", file_records(folder, files), quantisation)
-    files = file_records(folder, ["tokenizer.json", "config.json"])
-    Manifest(**fields, variants=variants, files=files).write(folder)
-    return Tiny(folder, weights, vocab)
+    return variants
 
 
 def _write_graph(
     folder: Path, file: str, weights: dict[str, Any], contract: dict[str, Any]
 ) -> list[str]:
     """Write the graph with external data; returns the files."""
-    vocab = weights["E"].shape[0]
+    source, target = contract["input"]["name"], contract["output"]["name"]
     model = helper.make_model(
-        helper.make_graph(_nodes(), "tiny", *_signature(vocab), _initializers(weights)),
+        helper.make_graph(
+            _nodes(source, target),
+            "tiny",
+            *_signature(weights, source, target),
+            _initializers(weights),
+        ),
         opset_imports=[helper.make_opsetid("", 21)],
         ir_version=10,
     )
@@ -120,17 +154,20 @@ def _write_graph(
     return [file, f"{file}_data"]
 
 
-def _signature(vocab: int) -> tuple[list[Any], list[Any]]:
+def _signature(weights: dict[str, Any], source: str, target: str) -> tuple[list[Any], list[Any]]:
     """Graph inputs and outputs."""
-    state = ["batch", KEY, VALUE]
+    state, size = ["batch", KEY, VALUE], weights["Wh"].shape[1]
+    steps: tuple[Any, list[Any]] = (TensorProto.INT64, ["batch", "time"])
+    if source == "features":
+        steps = (TensorProto.FLOAT, ["batch", "time", len(weights["E"])])
     inputs = [
-        helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "time"]),
+        helper.make_tensor_value_info(source, *steps),
         helper.make_tensor_value_info("num_logits_to_keep", TensorProto.INT64, []),
         helper.make_tensor_value_info("past_recurrent.0", TensorProto.FLOAT, state),
         helper.make_tensor_value_info("past_position", TensorProto.INT64, ["batch"]),
     ]
     outputs = [
-        helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "kept", vocab]),
+        helper.make_tensor_value_info(target, TensorProto.FLOAT, ["batch", "kept", size]),
         helper.make_tensor_value_info("present_recurrent.0", TensorProto.FLOAT, state),
         helper.make_tensor_value_info("present_position", TensorProto.INT64, ["batch"]),
     ]
@@ -157,15 +194,16 @@ def _initializers(weights: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _nodes() -> list[Any]:
+def _nodes(source: str, target: str) -> list[Any]:
     """The one-chunk form: carried part + causal part, and the state after the chunk."""
     node = helper.make_node
+    is_text = source == "input_ids"
     carried = [
-        node("Gather", ["E", "input_ids"], ["e"]),
+        node("Gather", ["E", source], ["e"]) if is_text else node("MatMul", [source, "E"], ["e"]),
         node("MatMul", ["e", "Wq"], ["q"]),
         node("MatMul", ["e", "Wk"], ["k"]),
         node("MatMul", ["e", "Wv"], ["v"]),
-        node("Shape", ["input_ids"], ["time_v"], start=1, end=2),
+        node("Shape", [source], ["time_v"], start=1, end=2),
         node("Squeeze", ["time_v"], ["time"]),
         node("Range", ["zero", "time", "one"], ["steps"]),
         node("Gather", ["rise", "steps"], ["rise_t"]),  # fails when T > CHUNK
@@ -194,6 +232,6 @@ def _nodes() -> list[Any]:
         node("Neg", ["num_logits_to_keep"], ["first"]),
         node("Unsqueeze", ["first", "axis_first"], ["start"]),
         node("Slice", ["hidden", "start", "end", "axis1"], ["kept"]),
-        node("MatMul", ["kept", "Wh"], ["logits"]),
+        node("MatMul", ["kept", "Wh"], [target]),
     ]
     return carried + chunk + head

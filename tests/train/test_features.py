@@ -265,7 +265,7 @@ learning_rate = 1e-2
     for setting, message in (
         ("data.carry_state=true", "data.carry_state is True, which is for text only; leave it out"),
         ("data.tokenizer='a'", "data.tokenizer is 'a', which is for text only; leave it out"),
-        ("model.features.size=4", "train.npz: x has 3 features a frame, model.features.size is 4"),
+        ("model.features.size=4", "train.npz: x has 3 features a frame, the model reads 4"),
     ):
         result = CliRunner().invoke(main, [*arguments[:2], *other, setting])
         assert result.exit_code == 1
