@@ -19,6 +19,7 @@ from edgelin.recurrences.diagonal import reference as diagonal
 from edgelin.recurrences.dplr import reference as dplr
 from edgelin.recurrences.linear import reference as linear
 from edgelin.recurrences.lti import reference as lti
+from edgelin.recurrences.rnn import reference as rnn
 
 if TYPE_CHECKING:
     from edgelin.model import SequenceModel
@@ -32,6 +33,7 @@ _REFERENCES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "edgelin::dplr": lambda *args: dplr.reference(*args[:-1], scale=args[-1]),
     "edgelin::diagonal": diagonal.forward,
     "edgelin::lti": lti.forward,
+    "edgelin::rnn": rnn.forward,
 }
 
 
