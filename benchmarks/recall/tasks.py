@@ -15,7 +15,7 @@ from torch import Tensor
 
 LENGTH = 256
 SIZES = {"mqar": (4, 8, 16, 32, 64), "copy": (8, 16, 32, 64, 127)}  # n: how much is to be held
-_KEYS = 256  # keys are 2 .. 257, values 258 .. 513
+_KEYS = 128  # keys are 2 .. 129, values 130 .. 257
 _LETTERS = 64
 _PAD, _SEPARATOR = 0, 1
 VOCABULARY = 2 + 2 * _KEYS
