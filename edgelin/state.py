@@ -4,7 +4,7 @@ Mixers declare their states as :class:`StateSpec`; the model, the exporter, the 
 runtime derive names, shapes and initial values from it, so that no reader has to know a mechanism.
 
 Kinds: ``recurrent`` (matrix state S), ``normalizer`` (z), ``ssm`` / ``ssm_re`` / ``ssm_im``
-(diagonal state), ``hidden`` (state of a non-linear recurrence), ``conv`` (tail of a short
+(diagonal state), ``rnn`` (state of a non-linear recurrence), ``conv`` (tail of a short
 convolution), ``shift`` (the last token of a layer), ``key`` / ``value`` (ring buffer of a
 sliding-window attention), ``pool`` (running mean under a head for whole sequences), ``position``
 (tokens seen; one a model).

@@ -57,9 +57,10 @@ def check_weights(
 
 
 def read_weights(checkpoint: Path) -> dict[str, Array]:
-    """Every parameter of a checkpoint's step form in float32 by name, a tied head once."""
-    model = load(checkpoint)
-    return {k: v.detach().numpy() for k, v in checkpoints.own_tensors(model).items()}
+    """What a checkpoint's step form computes with, in float32 by name, a tied head once."""
+    own = checkpoints.own_tensors(load(checkpoint))
+    # No graph holds an integer: the seed of random features only says where these come from.
+    return {k: v.detach().numpy() for k, v in own.items() if v.is_floating_point()}
 
 
 def computed_constants(checkpoint: Path, profile: str) -> list[Array]:

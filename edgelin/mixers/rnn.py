@@ -86,13 +86,13 @@ class Mixer(nn.Module):
 
     def state_specs(self) -> list[StateSpec]:
         """z."""
-        return [StateSpec("hidden", self.layer, (self.config.inner_size,), "batch channels")]
+        return [StateSpec("rnn", self.layer, (self.config.inner_size,), "batch channels")]
 
     def forward(
         self, x: Tensor, state: dict[str, Tensor], position: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
-        name = f"hidden.{self.layer}"
+        name = f"rnn.{self.layer}"
         u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
         recur = self._elementwise if self.config.recurrence == "elementwise" else self._full
         z, after = recur(u, state[name])

@@ -33,9 +33,9 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
     else:
         a = np.exp(-np.exp(matrix(m, "nu")))
         w, u = np.diag(a), u * np.sqrt(1 - a**2)
-    z, outputs = state["hidden.3"], []
+    z, outputs = state["rnn.3"], []
     for t in range(x.shape[1]):
         z = f(z @ w + u[:, t])
         outputs.append(z)
     y = np.stack(outputs, axis=1) * gate * sigmoid(gate)
-    return y @ matrix(m, "out_proj.weight").T, {"hidden.3": z}
+    return y @ matrix(m, "out_proj.weight").T, {"rnn.3": z}
