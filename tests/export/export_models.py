@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime
 import torch
 
-from edgelin.config import ModelConfig
+from edgelin.config import FeatureConfig, ModelConfig
 from edgelin.model import SequenceModel
 
 VOCAB = 300
@@ -45,6 +45,33 @@ def make_model(layers: tuple[str, ...], *, tied: bool = True, seed: int = 0) -> 
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def make_feature_model(
+    layers: tuple[str, ...], *, size: int = 5, head: str = "step", task: str = "classification"
+) -> SequenceModel:
+    """The same of features, of which one never changes, with three outputs."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        layers=layers,
+        mixers={name: MIXERS[name] for name in layers},
+        features=FeatureConfig(size, 3, head, task),
+    )
+    model = SequenceModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "proj" in name:
+                parameter.mul_(3)
+        model.head.weight.mul_(50)
+        mean, scale = model.get_buffer("embedding.mean"), model.get_buffer("embedding.scale")
+        mean.copy_(10 * torch.randn(size))
+        scale.copy_(torch.rand(size) + 0.1)
+        scale[-1] = 0 if size > 1 else 1
     return model
 
 
