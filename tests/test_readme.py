@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from edgelin import mixers
 from edgelin.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -60,3 +62,11 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
         if "://" not in link:
             assert (path.parent / link).exists(), f"{_name(path)} links to {link}"
+
+
+def test_every_mixer_is_described_and_has_an_example() -> None:
+    names = {module.name for module in pkgutil.iter_modules(mixers.__path__)}
+    page = (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == names
+    used = "".join(path.read_text() for path in (ROOT / "examples").glob("*.toml"))
+    assert set(re.findall(r'^type = "(\w+)"', used, re.MULTILINE)) == names
