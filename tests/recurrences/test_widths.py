@@ -30,6 +30,24 @@ def test_padded_equals_narrow(key: int, value: int, decay: str) -> None:
     assert all(size % 64 == 0 for size in (*seen[0][:2], *seen[0][2]))
 
 
+@pytest.mark.parametrize("decay", ["none", "head", "key"])
+def test_keys_in_pieces_are_all_keys(decay: str) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 5, 3, 600).double()
+    v, state = torch.randn(2, 5, 3, 4).double(), torch.randn(2, 3, 600, 4).double()
+    g = {"none": None, "head": -torch.rand(2, 5, 3), "key": -torch.rand(2, 5, 3, 600)}[decay]
+    seen = []
+
+    def run(q, k, v, g, state):  # type: ignore[no-untyped-def]
+        seen.append(k.shape[-1])
+        return linear_reference(q, k, v, g, state, 0.5)
+
+    got = widths.run_by_keys(run, q, k, v, g, state)
+    for a, b in zip(got, linear_reference(q, k, v, g, state, 0.5), strict=True):
+        torch.testing.assert_close(a, b)
+    assert seen == [256, 256, 88]
+
+
 def test_padded_delta_and_its_gradients() -> None:
     torch.manual_seed(0)
     leaves = [torch.randn(1, 5, 2, n).double().requires_grad_() for n in (20, 20, 36)]

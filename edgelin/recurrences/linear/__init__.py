@@ -76,15 +76,25 @@ def linear(
         )
         return result
 
-    o, state = widths.run_fitting(run, q, k, v, g, state)
+    o, state = _within_widths(run, q, k, v, g, state)
     if bonus is not None:
         own = scale * (q.to(state.dtype) * bonus.to(state.dtype) * k).sum(-1, keepdim=True)
         o = (o + own * v).to(v.dtype)
     if normalizer is None:
         return o, state
     ones = torch.ones((*k.shape[:3], 1), dtype=normalizer.dtype, device=k.device)
-    sums, z = torch.ops.edgelin.linear(q, k, ones, g, normalizer[..., None], scale)
+    sums, z = _within_widths(run, q, k, ones, g, normalizer[..., None])
     return (o / (sums + eps)).to(v.dtype), state, z[..., 0]
+
+
+def _within_widths(
+    run: widths.Recurrence, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the operator in calls of widths that the kernels take."""
+    fitting = partial(widths.run_fitting, run)
+    if v.is_cuda and k.shape[-1] > widths.MOST_KEYS:
+        return widths.run_by_keys(fitting, q, k, v, g, state)
+    return fitting(q, k, v, g, state)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> None:
