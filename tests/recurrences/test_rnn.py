@@ -167,6 +167,16 @@ def test_kernels_bear_hard_inputs(name: str, kind: str, device: str) -> None:
     check(by_kernels(made, name, device, torch.float32), expected, 2e-5, least=1e-2)
 
 
+def test_kernel_tanh_keeps_its_digits(device: str) -> None:
+    from edgelin.recurrences.rnn import kernel
+
+    x = torch.cat([torch.logspace(-8, 2, 60), torch.linspace(0.15, 0.25, 40)])[None, None]
+    zero = torch.zeros(x.shape[2], device=device)
+    z, _ = kernel.forward(torch.cat([x, -x], 0).to(device), zero, zero.expand(2, -1), "tanh")
+    expected = np.tanh(x.double().numpy())
+    np.testing.assert_allclose(z.cpu(), np.concatenate([expected, -expected]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("form, name", CASES)
 def test_pieces_are_one_call(form: str, name: str) -> None:
     made = {n: x.detach() for n, x in tensors(inputs(form, 70), torch.float32).items()}
@@ -199,7 +209,7 @@ def test_op_registrations(form: str) -> None:
 
 @pytest.mark.parametrize("form, name", CASES)
 def test_onnx_is_the_loop(form: str, name: str) -> None:
-    runner = session(form, name, channels=5)
+    runner = session(form, name, inputs(form, 1)["weight"])
     for time, batch in ((1, 1), (64, 3), (65, 1), (130, 3)):
         made = inputs(form, time, batch)
         weight = inputs(form, 1)["weight"]
@@ -210,15 +220,15 @@ def test_onnx_is_the_loop(form: str, name: str) -> None:
         np.testing.assert_allclose(after, expected["after"], rtol=0, atol=1e-5)
 
 
-def session(form: str, name: str, channels: int) -> ort.InferenceSession:
-    """The ONNX form with the weight of ``inputs(form, 1)`` as an initializer."""
-    graph = Graph()
+def session(form: str, name: str, matrix: np.ndarray) -> ort.InferenceSession:
+    """The ONNX form with the weight as an initializer."""
+    graph, channels = Graph(), len(matrix)
 
     def value(name: str, shape: list[Any]) -> ir.Value:
         return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
 
     u, state = value("u", ["batch", "time", channels]), value("state", ["batch", channels])
-    weight = graph.const(inputs(form, 1)["weight"])
+    weight = graph.const(matrix)
     outputs = forms.plain(
         graph, u, weight, state, channels=channels, full=form == "full", activation=name
     )
