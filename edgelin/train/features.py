@@ -100,14 +100,12 @@ class FeatureTask:
         self._train = load(data.train, features).to(device)
         self._valid = load(data.valid, features).to(device) if data.valid else None
         self._order = Order(self._train.lengths, config.optim, config.seed)
-        self._noise = data.noise
         self.metric = _METRICS[features.task]
         self.size = len(self._train.x)
         self.units_per_step = round(config.optim.batch_size * self._order.mean_length)
         self.steps_per_epoch = self._order.steps_per_epoch
         self.has_valid = self._valid is not None
         self.identity: dict[str, Any] = {
-            "data.noise": data.noise,
             "data.train": "\n".join(sha256(path) for path in data.train),
         }
 
@@ -132,9 +130,6 @@ class FeatureTask:
     ) -> tuple[torch.Tensor, State]:
         """Mean loss of the wanted answers; every window starts from the initial state."""
         inputs, answers, wanted = self._train.windows(*self._order.windows(step))
-        if self._noise:
-            assert isinstance(model.embedding, FeatureProjection)
-            inputs = inputs + self._noise * torch.randn_like(inputs) / model.embedding.scale
         hidden, _ = hidden_of(inputs, model.initial_state(len(inputs), inputs.device))
         outputs, answers = model.logits(hidden[wanted]), answers[wanted]
         if self.metric.name == "accuracy":
