@@ -34,9 +34,9 @@ from edgelin.export.verify_report import (
 )
 from edgelin.runtimes import load as open_bundle
 from edgelin.runtimes.buffers import initial_state
-from edgelin.runtimes.feature_file import Sequences
 from edgelin.runtimes.manifest import HASH_LIMIT, FileRecord, Manifest
 from edgelin.runtimes.signature import Features
+from edgelin.sequences import Sequences
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle

@@ -18,7 +18,7 @@ from edgelin.export.verify_golden import golden_steps
 from edgelin.export.verify_report import Quality
 from edgelin.runtimes.buffers import initial_state
 from edgelin.runtimes.distribution import deviation, divergence, log_softmax
-from edgelin.runtimes.feature_file import Sequences
+from edgelin.sequences import Sequences
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
     from edgelin.runtimes.sampler import Sampling
     from edgelin.runtimes.session import Bundle
     from edgelin.runtimes.stream import Stream
-
-# Every other parameter is for text.
-_BOTH_KINDS = (
-    "bundle", "features", "as_json", "stats", "save_state", "load_state", "variant", "threads",
-)  # fmt: skip
 
 
 @click.command()
@@ -74,10 +68,10 @@ def command(
       sensor | edgelin run bundle --features - --save-state sensor.state
     """
     import edgelin
-    from edgelin.runtimes import checks, complete
+    from edgelin.runtimes import answer, checks, complete
     from edgelin.runtimes.sampler import Sampling
 
-    _check_kind(features is not None, as_json)
+    _check_kind(features is not None, as_json, ["prompt", "file", *sampling])
     options = Sampling(**sampling)
     text = None if features is not None else _prompt(prompt, file, load_state is not None)
     if save_state is not None:
@@ -88,22 +82,23 @@ def command(
         stream.load(load_state)
     output = _Output()
     if features is not None:
-        paces, interrupted = _answer(model, stream, features, as_json, output)
+        paces, interrupted = answer.answer(
+            model, stream, features, as_json=as_json, emit=output.emit, failed=output.has_failed
+        )
         if save_state is not None and stream.outputs is not None:
             stream.save(save_state)
-        more = []
     else:
         paces, interrupted = _write_on(model, stream, text, options, output, save_state)
-        more = [f"seed     {options.seed}"]
     if stats:
         lines = complete.statistics(model, stream, paces)
-        click.echo("\n".join([*lines, *more]), err=True)
+        seed = [] if features is not None else [f"seed     {options.seed}"]
+        click.echo("\n".join([*lines, *seed]), err=True)
     output.check()
     if interrupted:
         sys.exit(130)
 
 
-def _check_kind(features: bool, as_json: bool) -> None:
+def _check_kind(features: bool, as_json: bool, for_text: list[str]) -> None:
     """Refuse options for text with features, and the other way round."""
     if not features:
         if as_json:
@@ -113,23 +108,9 @@ def _check_kind(features: bool, as_json: bool) -> None:
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
-        if name not in _BOTH_KINDS and given:
+        if name in for_text and given:
             shown = name.upper() if isinstance(parameter, click.Argument) else parameter.opts[-1]
             raise EdgelinError(f"{shown} is for text; leave it out with --features")
-
-
-def _answer(
-    model: Bundle, stream: Stream, source: str, as_json: bool, output: _Output
-) -> tuple[list[Pace], bool]:
-    """Print a line for every step; returns the pace, and whether Ctrl-C was pressed."""
-    from edgelin.runtimes import answer
-
-    show = partial(answer.json_line if as_json else answer.plain_line, model.manifest.output)
-    pieces = answer.pieces(model, source)
-    pace, interrupted = answer.answer(
-        stream, pieces, show, output.emit, lambda: output.failure is not None
-    )
-    return [pace], interrupted
 
 
 def _write_on(
@@ -140,14 +121,14 @@ def _write_on(
     output: _Output,
     save_state: Path | None,
 ) -> tuple[list[Pace], bool]:
-    """Print what follows a text and save the state; returns as :func:`_answer`."""
+    """Print what follows a text and save the state; returns as ``answer``."""
     from edgelin.runtimes import complete
 
     _ = model.text  # refuses a model of features
     with complete.interruptible() as interrupted:
 
         def ended() -> bool:
-            return interrupted() or output.failure is not None
+            return interrupted() or output.has_failed()
 
         paces = complete.complete(model, stream, text, options, emit=output.emit, interrupted=ended)
         if save_state is not None and stream.outputs is not None:
@@ -201,6 +182,10 @@ class _Output:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, sys.stdout.fileno())
             os.close(null)
+
+    def has_failed(self) -> bool:
+        """Whether nobody gets what is printed from here on."""
+        return self.failure is not None
 
     def check(self) -> None:
         """End as a shell expects of a program whose output failed."""

@@ -12,7 +12,7 @@ from edgelin.errors import EdgelinError
 from edgelin.export.verify_report import TOLERANCE
 
 if TYPE_CHECKING:
-    from edgelin.runtimes.feature_file import Sequences
+    from edgelin.sequences import Sequences
 
 
 def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
@@ -95,12 +95,13 @@ def _data(bundle: Path, text: str | None, features: Path | None) -> str | Sequen
     from edgelin.runtimes import feature_file
     from edgelin.runtimes.manifest import Manifest
     from edgelin.runtimes.text_file import read_text
+    from edgelin.sequences import read_sequences
 
     manifest = Manifest.read(bundle)
     if features is not None:
         source = feature_file.check_features(manifest.input, bundle)
         config = feature_file.config_of(source, manifest.output)
-        return feature_file.read_sequences(features, config, scored=False)
+        return read_sequences(features, config, scored=False)
     if text is not None and manifest.tokenizer is None:
         raise EdgelinError(f"{bundle} reads features, not text; give --features in place of --text")
     return None if text is None else read_text(text)

@@ -1,6 +1,6 @@
 """Sequences of features with answers, from .npz files, and batches of windows of them.
 
-:mod:`edgelin.runtimes.feature_file` says what a file holds.
+:mod:`edgelin.sequences` says what a file holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from edgelin.config import FeatureConfig
 from edgelin.errors import EdgelinError
-from edgelin.runtimes.feature_file import read_sequences
+from edgelin.sequences import read_sequences
 
 Array = np.ndarray[Any, Any]
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +22,37 @@ from edgelin.runtimes.signature import Output
 from edgelin.runtimes.stream import Stream
 
 
-def pieces(bundle: Bundle, source: str) -> Iterable[NDArray[Any]]:
-    """Steps `[T, F]` for calls: chunks of an ``.npy``, or each line of standard input for ``-``.
-
-    Raises:
-        EdgelinError: The bundle reads text; the file cannot be read or does not fit.
-    """
-    wanted = feature_file.check_features(bundle.manifest.input, bundle.path)
-    if source == "-":
-        return feature_file.parse_steps(_lines(), wanted)
-    array = feature_file.read_steps(Path(source))
-    try:
-        steps = wanted.check(array, 1)[0][0]
-    except EdgelinError as error:
-        raise EdgelinError(f"{source}: {error}") from None
-    chunk = bundle.manifest.chunk
-    return (steps[start : start + chunk] for start in range(0, len(steps), chunk))
-
-
 def answer(
+    bundle: Bundle,
     stream: Stream,
-    steps: Iterable[NDArray[Any]],
-    show: Callable[[int, NDArray[np.float32]], str],
+    source: str,
+    *,
+    as_json: bool,
     emit: Callable[[str], None],
     failed: Callable[[], bool],
-) -> tuple[Pace, bool]:
-    """Read pieces of a stream as they come and emit a line for every step.
+) -> tuple[list[Pace], bool]:
+    """Read steps as they come and emit a line for each.
 
     Ctrl-C ends it between two calls, also while it waits for more.
 
     Args:
+        bundle: The model.
         stream: Where to go on; it stands behind the last answered step afterwards.
-        steps: Pieces `[T, F]`.
-        show: Makes a line of a position and its outputs `[size]`.
-        emit: Takes the lines of a piece.
-        failed: Asked after every piece; ends the stream when true.
+        source: An ``.npy``, or ``-`` for lines of standard input.
+        as_json: Whether the lines are JSON.
+        emit: Takes the lines of a call.
+        failed: Asked after every call; ends the stream when true.
 
     Returns:
         The steps and the seconds for them, without those of waiting; whether Ctrl-C was pressed.
+
+    Raises:
+        EdgelinError: The bundle reads text; the source cannot be read or does not fit.
     """
+    show = partial(json_line if as_json else plain_line, bundle.manifest.output)
     pace, interrupted = Pace("steps", "step"), False
     try:
-        for piece in steps:
+        for piece in _pieces(bundle, source):
             with interruptible() as pressed:
                 begin, before = time.perf_counter(), stream.position
                 outputs = stream.feed(piece[None], all_outputs=True)[0]
@@ -75,7 +65,7 @@ def answer(
                 break
     except KeyboardInterrupt:  # while waiting for a piece
         interrupted = True
-    return pace, interrupted
+    return [pace], interrupted
 
 
 def plain_line(output: Output, position: int, outputs: NDArray[np.float32]) -> str:
@@ -95,6 +85,20 @@ def json_line(output: Output, position: int, outputs: NDArray[np.float32]) -> st
         found["probability"] = round(float(np.exp(log_softmax(outputs)[best])), 6)
     found["outputs"] = [float(str(value)) for value in outputs]
     return json.dumps(found, ensure_ascii=False)
+
+
+def _pieces(bundle: Bundle, source: str) -> Iterable[NDArray[Any]]:
+    """Steps `[T, F]` for calls: chunks of an ``.npy``, or each line of standard input."""
+    wanted = feature_file.check_features(bundle.manifest.input, bundle.path)
+    if source == "-":
+        return feature_file.parse_steps(_lines(), wanted)
+    array = feature_file.read_steps(Path(source))
+    try:
+        steps = wanted.check(array, 1)[0][0]
+    except EdgelinError as error:
+        raise EdgelinError(f"{source}: {error}") from None
+    chunk = bundle.manifest.chunk
+    return (steps[start : start + chunk] for start in range(0, len(steps), chunk))
 
 
 def _lines() -> Iterator[str]:

@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from edgelin.errors import EdgelinError
 from edgelin.runtimes.distribution import deviation, divergence
-from edgelin.runtimes.feature_file import Sequences, check_features, config_of, read_sequences
+from edgelin.runtimes.feature_file import check_features, config_of
 from edgelin.runtimes.session import Bundle
+from edgelin.sequences import Sequences, read_sequences
 
 Array = NDArray[Any]
 
@@ -57,7 +58,7 @@ def evaluate(bundle: Bundle, path: Path, *, against: Bundle | None = None) -> Fe
 
     Args:
         bundle: The bundle p.
-        path: An ``.npz``, see :mod:`edgelin.runtimes.feature_file`.
+        path: An ``.npz``, see :mod:`edgelin.sequences`.
         against: The bundle q; its input and output must be the same.
 
     Raises:
