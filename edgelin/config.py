@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 import tomllib
 import types
 import typing
@@ -30,133 +29,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgelin.errors import EdgelinError
+from edgelin.model_config import FeatureConfig, ModelConfig, check_range
 
 C = TypeVar("C")
 
-_MOST_WORDS = 1 << 20
-_MOST_WIDTH = 1 << 20
-HEADS = ("step", "sequence")
-TASKS = ("classification", "regression")
-_MOST_LAYERS = 1024
 _MOST_STEPS = 99_999_999  # snapshots are named by eight digits
 _MOST_SEED = (1 << 31) - 1  # the seed of a step is seed * 2^32 + step, below 2^63
-_TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-
-
-def check_range(name: str, value: float, least: float, most: float | None = None) -> None:
-    """Refuse a number outside least..most, both allowed, and nan.
-
-    Raises:
-        EdgelinError: With the name, the value and what is allowed.
-    """
-    if not least <= value:
-        raise EdgelinError(f"{name} is {value}; the least is {least}")
-    if most is not None and not value <= most:
-        raise EdgelinError(f"{name} is {value}; the most is {most}")
-
-
-@dataclass(frozen=True)
-class FeatureConfig:
-    """A stream of measurements in the place of tokens, and what is told of it.
-
-    Args:
-        size: Numbers F of a step.
-        outputs: Numbers that the head gives: scores of the classes, or the values of a regression.
-        head: ``step``, an answer for every step; ``sequence``, an answer for all that was read so
-            far, from the mean of the stream.
-        task: ``classification`` or ``regression``.
-        labels: Names of the classes; empty: they are numbered.
-    """
-
-    size: int
-    outputs: int
-    head: str = "step"
-    task: str = "classification"
-    labels: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_range("model.features.size", self.size, 1, _MOST_WIDTH)
-        check_range("model.features.outputs", self.outputs, 1, _MOST_WIDTH)
-        for name, allowed in (("head", HEADS), ("task", TASKS)):
-            if getattr(self, name) not in allowed:
-                raise EdgelinError(
-                    f"model.features.{name} is {getattr(self, name)!r}; "
-                    f"allowed: {', '.join(allowed)}"
-                )
-        if self.labels and len(self.labels) != self.outputs:
-            raise EdgelinError(
-                f"model.features.labels has {len(self.labels)} names for {self.outputs} outputs; "
-                f"give a name each, or none"
-            )
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of a sequence model and the mixer of every layer.
-
-    Args:
-        hidden_size: Width of the residual stream.
-        intermediate_size: Width inside the gated MLP.
-        layers: For every layer the name of its mixer in ``mixers``.
-        mixers: Name to mixer table; each has ``type`` and the keys of that mixer's ``Config``.
-        vocab_size: Rows of the token embedding; 0 with ``features``.
-        features: What the stream is if not text.
-        tie_word_embeddings: Whether the head shares the embedding matrix.
-        rms_norm_eps: Added to the mean square in every RMSNorm.
-        dropout: Probability of dropping a residual branch's element while training.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    layers: tuple[str, ...]
-    mixers: dict[str, dict[str, Any]]
-    vocab_size: int = 0
-    features: FeatureConfig | None = None
-    tie_word_embeddings: bool = True
-    rms_norm_eps: float = 1e-6
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.layers:
-            raise EdgelinError("model.layers is empty; name at least one mixer of model.mixers")
-        check_range("the number of model.layers", len(self.layers), 1, _MOST_LAYERS)
-        if self.features is None:
-            check_range("model.vocab_size", self.vocab_size, 1, _MOST_WORDS)
-        elif self.vocab_size:
-            raise EdgelinError(
-                "model has both vocab_size and features; a stream is tokens or measurements: "
-                "leave one out"
-            )
-        check_range("model.hidden_size", self.hidden_size, 1, _MOST_WIDTH)
-        check_range("model.intermediate_size", self.intermediate_size, 1, _MOST_WIDTH)
-        if not 0 < self.rms_norm_eps < 1:
-            raise EdgelinError(
-                f"model.rms_norm_eps is {self.rms_norm_eps}; it must be above 0 and below 1"
-            )
-        if not 0 <= self.dropout < 1:
-            raise EdgelinError(f"model.dropout is {self.dropout}; give 0 or more, and below 1")
-        for name, table in self.mixers.items():
-            _check_mixer(f"model.mixers.{name}", table)
-        for name in self.layers:
-            if name not in self.mixers:
-                raise EdgelinError(
-                    f"model.layers names {name!r}, which model.mixers does not define; "
-                    f"it has: {', '.join(sorted(self.mixers)) or 'nothing'}"
-                )
-
-
-def _check_mixer(where: str, table: Any) -> None:
-    """A mixer's table has a ``type`` that can name a module."""
-    if not isinstance(table, Mapping):
-        raise EdgelinError(f"{where} is {table!r}; a table with the key 'type' is needed")
-    if "type" not in table:
-        raise EdgelinError(f"{where} lacks the key 'type', the name of a mixer")
-    name = table["type"]
-    if not isinstance(name, str) or not _TYPE.fullmatch(name):
-        raise EdgelinError(
-            f"{where}.type is {name!r}; give the name of a mixer, "
-            f"or the dotted path of a module with Config and Mixer"
-        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +49,6 @@ class DataConfig:
         cache: Folder for encoded tokens; None is ``cache`` inside the output folder.
         carry_state: Whether every row of the batch reads contiguous text with its recurrent state
             carried from step to step (truncated backpropagation); else windows are shuffled.
-        noise: Standard deviation of the normal noise that training adds to normalised features.
     """
 
     train: tuple[str, ...]
@@ -179,12 +56,10 @@ class DataConfig:
     tokenizer: str | None = None
     cache: str | None = None
     carry_state: bool = False
-    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.train:
             raise EdgelinError("data.train is empty; name at least one file")
-        check_range("data.noise", self.noise, 0)
         for name in (*self.train, *self.valid, self.tokenizer or "", self.cache or ""):
             if "\0" in name:
                 raise EdgelinError(f"data names {name!r}; a path cannot hold a NUL character")
@@ -274,25 +149,20 @@ class RunConfig:
             ("save_every", 0),
         ):
             check_range(name, getattr(self, name), least)
-        self._check_kind()
+        if self.model.features is not None:
+            self._refuse_text_settings()
 
-    def _check_kind(self) -> None:
-        """What is for text only is left out with features, and the other way round."""
+    def _refuse_text_settings(self) -> None:
+        """What is for text only is left out with features."""
         data = self.data
-        others: dict[str, Any]
-        if self.model.features is None:
-            others = {"data.noise": data.noise}
-        else:
-            others = {
-                "data.tokenizer": data.tokenizer,
-                "data.cache": data.cache,
-                "data.carry_state": data.carry_state,
-                "compile": self.compile,
-            }
-        for name, value in others.items():
+        for name, value in (
+            ("data.tokenizer", data.tokenizer),
+            ("data.cache", data.cache),
+            ("data.carry_state", data.carry_state),
+            ("compile", self.compile),
+        ):
             if value:
-                kind = "features" if self.model.features is None else "text"
-                raise EdgelinError(f"{name} is {value!r}, which is for {kind} only; leave it out")
+                raise EdgelinError(f"{name} is {value!r}, which is for text only; leave it out")
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

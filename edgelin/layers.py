@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.recurrences.exporting import is_exporting
+from edgelin.state import StateSpec
 
 # A tensor, because torch's exporter stores a Python number in float32 beside float64 operands.
 _TURN = torch.tensor(2 * math.pi, dtype=torch.float64)
@@ -87,6 +88,27 @@ class GroupedGatedRMSNorm(nn.Module):
         return (unit.flatten(-2) * weight).to(x.dtype)
 
 
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis (Ba et al. 2016, eq. 4).
+
+    Args:
+        size: Length of the last axis.
+        eps: Added to the variance.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., size]`; the dtype stays."""
+        full = at_least_float32(x)
+        weight, bias = (p.to(full.dtype) for p in (self.weight, self.bias))
+        return F.layer_norm(full, (self.size,), weight, bias, self.eps).to(x.dtype)
+
+
 class HeadLayerNorm(nn.Module):
     """LayerNorm of each head, weight and bias a channel: GroupNorm with a group a head.
 
@@ -123,11 +145,16 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., hidden_size]` to the same shape."""
+    def state_specs(self) -> list[StateSpec]:
+        """None."""
+        return []
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Map `[..., hidden_size]` to the same shape, with the arguments of a mixer."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        y: Tensor = self.down_proj(F.silu(gate) * up)
-        return y
+        return self.down_proj(F.silu(gate) * up), {}
 
 
 class FeatureProjection(nn.Module):
@@ -257,6 +284,7 @@ __all__ = [
     "GatedRMSNorm",
     "GroupedGatedRMSNorm",
     "HeadLayerNorm",
+    "LayerNorm",
     "RMSNorm",
     "at_least_float32",
     "keep_last",

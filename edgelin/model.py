@@ -1,4 +1,4 @@
-"""The model: token embedding or feature projection, blocks of a mixer and a gated MLP, head.
+"""The model: token embedding or feature projection, blocks of a mixer and an MLP, head.
 
     x = x + drop(mixer(norm(x)));  x = x + drop(mlp(norm(x)));  logits = norm(x) @ E^T
 
@@ -9,6 +9,7 @@ whole sequences reads the mean of norm(x) over all steps so far, which is a stat
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import Any, cast
@@ -20,7 +21,14 @@ from torch.nn import functional as F
 from edgelin import mixers
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.layers import FeatureProjection, GatedMLP, RMSNorm, keep_last, running_mean
+from edgelin.layers import (
+    FeatureProjection,
+    GatedMLP,
+    LayerNorm,
+    RMSNorm,
+    keep_last,
+    running_mean,
+)
 from edgelin.state import StateSpec
 
 _INIT_STD = 0.02
@@ -30,7 +38,7 @@ _RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
 
 
 class Block(nn.Module):
-    """One layer: mixer and MLP, each behind a norm and added to the stream.
+    """One layer: a mixer and what follows it, each behind a norm and added to the stream.
 
     Args:
         config: The model's sizes.
@@ -39,14 +47,22 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        name, eps = config.layers[layer], config.rms_norm_eps
-        self.mixer_norm = RMSNorm(config.hidden_size, eps)
-        self.mixer: Any = mixers.build(
-            config.mixers[name], config.hidden_size, layer, eps, where=f"model.mixers.{name}"
-        )
-        self.mlp_norm = RMSNorm(config.hidden_size, eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mixer_norm = norm(config)
+        self.mixer: Any = _branch(config, config.layers[layer], layer)
+        after = config.mlps[layer] if config.mlps else ""
+        if after or (config.intermediate_size and not config.mlps):
+            self.mlp_norm = norm(config)
+            gated = GatedMLP(config.hidden_size, config.intermediate_size) if not after else None
+            self.mlp: Any = gated or _branch(config, after, layer)
         self.dropout = nn.Dropout(config.dropout)
+
+    def branches(self) -> list[Any]:
+        """The mixer and what follows it, if anything."""
+        return [self.mixer, self.mlp] if hasattr(self, "mlp") else [self.mixer]
+
+    def state_specs(self) -> list[StateSpec]:
+        """The states of both."""
+        return [spec for branch in self.branches() for spec in branch.state_specs()]
 
     def forward(
         self,
@@ -56,10 +72,28 @@ class Block(nn.Module):
         shared: dict[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Map the stream `[B, T, d]` with this layer's states and what the call shares."""
-        extra = (shared,) if getattr(self.mixer, "shares", False) else ()
-        mixed, state = self.mixer(self.mixer_norm(x), state, position, *extra)
-        x = x + self.dropout(mixed)
-        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
+        after: dict[str, Tensor] = {}
+        for branch in self.branches():
+            normalise = self.mixer_norm if branch is self.mixer else self.mlp_norm
+            extra = (shared,) if getattr(branch, "shares", False) else ()
+            own = {spec.name: state[spec.name] for spec in branch.state_specs()}
+            y, own = branch(normalise(x), own, position, *extra)
+            x = x + self.dropout(y)
+            after |= own
+        return x, after
+
+
+def norm(config: ModelConfig) -> nn.Module:
+    """A norm of the stream."""
+    kind = RMSNorm if config.norm == "rms" else LayerNorm
+    return kind(config.hidden_size, config.rms_norm_eps)
+
+
+def _branch(config: ModelConfig, name: str, layer: int) -> nn.Module:
+    """The module of a table among the mixers."""
+    where = f"model.mixers.{name}"
+    eps, hidden = config.rms_norm_eps, config.hidden_size
+    return mixers.build(config.mixers[name], hidden, layer, eps, where=where)
 
 
 def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None = None) -> None:
@@ -81,11 +115,12 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
     if memory is None and numbers + _most_in_blocks(config) < _SURELY_FITS:
         return  # torch takes seconds to load what counts without memory
     with torch.device("meta"):  # sizes without memory
-        for name in set(config.layers):
-            block = Block(config, config.layers.index(name))
+        kinds = list(zip(config.layers, config.mlps or config.layers, strict=True))
+        for kind in set(kinds):
+            block = Block(config, kinds.index(kind))
             own = sum(p.numel() for p in block.parameters())
-            own += sum(math.prod(spec.shape) for spec in block.mixer.state_specs())
-            numbers += config.layers.count(name) * own
+            own += sum(math.prod(spec.shape) for spec in block.state_specs())
+            numbers += kinds.count(kind) * own
     memory = memory or min(_machine_memory(), _MOST_BYTES * bytes_each // 4)
     if numbers * bytes_each > memory:
         raise EdgelinError(
@@ -99,8 +134,9 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
 def _most_in_blocks(config: ModelConfig) -> int:
     """More numbers than the blocks can have: every size of a mixer multiplied with every other."""
     total = 0
-    for name in config.layers:
-        sizes = [v for v in config.mixers[name].values() if isinstance(v, int)]
+    for name in (*config.layers, *filter(None, config.mlps)):
+        _, own = mixers.read_config(config.mixers[name], where=f"model.mixers.{name}")
+        sizes = [v for v in dataclasses.asdict(own).values() if isinstance(v, int)]
         mixer = math.prod(max(4, size) for size in sizes)
         total += config.hidden_size * (3 * config.intermediate_size + config.hidden_size + mixer)
     return total
@@ -133,10 +169,13 @@ class SequenceModel(nn.Module):
         else:
             self.embedding = FeatureProjection(config.features.size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(len(config.layers)))
-        for i, block in enumerate(self._layers()):
-            if getattr(block.mixer, "shares", False):
-                block.mixer.follow([other.mixer for other in self._layers()[:i]])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        branches = self._branches()
+        for i, branch in enumerate(branches):
+            if getattr(branch, "shares", False):
+                branch.follow(branches[:i])
+        if config.embedding_norm:
+            self.embedding_norm = norm(config)
+        self.norm: Any = norm(config)
         if config.features is not None:
             self.head = nn.Linear(config.hidden_size, config.features.outputs)
         elif not config.tie_word_embeddings:
@@ -145,11 +184,11 @@ class SequenceModel(nn.Module):
 
     def state_specs(self) -> list[StateSpec]:
         """Every state, in layer order; then ``pool`` and ``position`` if something needs them."""
-        specs = [spec for block in self._layers() for spec in block.mixer.state_specs()]
+        specs = [spec for block in self._layers() for spec in block.state_specs()]
         if self._pools:
             specs.append(StateSpec("pool", None, (self.config.hidden_size,), "batch channels"))
         if self._pools or any(
-            getattr(block.mixer, "needs_position", False) for block in self._layers()
+            getattr(branch, "needs_position", False) for branch in self._branches()
         ):
             specs.append(StateSpec("position", None, (), "batch", dtype="int64", initial=0))
         return specs
@@ -201,11 +240,12 @@ class SequenceModel(nn.Module):
         if position is None:
             position = inputs.new_zeros(batch, dtype=torch.int64)
         x = self.embedding(inputs)
+        if self.config.embedding_norm:
+            x = self.embedding_norm(x)
         after: dict[str, Tensor] = {}
         shared: dict[str, Tensor] = {}
         for block in self._layers():
-            own = {spec.name: state[spec.name] for spec in block.mixer.state_specs()}
-            x, own = block(x, own, position, shared)
+            x, own = block(x, state, position, shared)
             after |= own
         if self._pools:
             x, after["pool"] = running_mean(self.norm(x), state["pool"], position)
@@ -217,7 +257,9 @@ class SequenceModel(nn.Module):
         """The head: `[..., d]` from :meth:`hidden` to `[..., outputs]`, float32 (or float64)."""
         features = self.config.features is not None
         logits = self.head(hidden) if features else F.linear(hidden, self.head_weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     @property
     def head_weight(self) -> Tensor:
@@ -240,6 +282,10 @@ class SequenceModel(nn.Module):
         """The blocks with their type, which ModuleList forgets."""
         return cast(list[Block], list(self.blocks))
 
+    def _branches(self) -> list[Any]:
+        """Mixers and what follows them, in order."""
+        return [branch for block in self._layers() for branch in block.branches()]
+
     def _initialise(self) -> None:
         """Normal weights of std 0.02, residual projections by 1 / sqrt(2 L) less (GPT-2)."""
         for name, module in self.named_modules():
@@ -251,6 +297,6 @@ class SequenceModel(nn.Module):
                 nn.init.zeros_(module.bias)
         if isinstance(self.embedding, FeatureProjection):
             self.embedding.reset_parameters()
-        for block in self._layers():
-            if hasattr(block.mixer, "reset_parameters"):
-                block.mixer.reset_parameters()
+        for branch in self._branches():
+            if hasattr(branch, "reset_parameters"):
+                branch.reset_parameters()

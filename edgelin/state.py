@@ -5,9 +5,9 @@ runtime derive names, shapes and initial values from it, so that no reader has t
 
 Kinds: ``recurrent`` (matrix state S), ``normalizer`` (z), ``ssm`` / ``ssm_re`` / ``ssm_im``
 (diagonal state), ``rnn`` (state of a non-linear recurrence), ``conv`` (tail of a short
-convolution), ``shift`` (the last token of a layer), ``key`` / ``value`` (ring buffer of a
-sliding-window attention), ``pool`` (running mean under a head for whole sequences), ``position``
-(tokens seen; one a model).
+convolution), ``shift`` / ``mlp_shift`` (the last token that a mixer, or what follows it, read),
+``key`` / ``value`` (ring buffer of a sliding-window attention), ``pool`` (running mean under a head
+for whole sequences), ``position`` (tokens seen; one a model).
 """
 
 from __future__ import annotations

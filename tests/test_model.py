@@ -377,3 +377,54 @@ def test_wrong_features_are_refused(change: dict[str, Any], message: str) -> Non
     sizes = {k: v for k, v in to_dict(CONFIG).items() if k not in ("vocab_size", "features")}
     with pytest.raises(EdgelinError, match=message):
         from_dict(ModelConfig, {**sizes, **change})
+
+
+def test_mlps_name_what_follows_each_mixer() -> None:
+    """A mixer may follow a mixer, or nothing; all norms and the cap are applied."""
+    names = ("gla", "gdn", "ssm")
+    config = dataclasses.replace(
+        CONFIG,
+        intermediate_size=0,
+        layers=names,
+        mixers={name: MIXERS[name] for name in names},
+        mlps=("ssm", "", "gla"),
+        norm="layer",
+        embedding_norm=True,
+        logit_softcap=0.5,
+    )
+    torch.manual_seed(0)
+    model = SequenceModel(config).eval().double()
+    kinds = [[type(branch).__module__ for branch in block.branches()] for block in model.blocks]
+    assert [[kind.rpartition(".")[2] for kind in pair] for pair in kinds] == [
+        ["gla", "ssm"], ["gated_deltanet"], ["ssm", "gla"]
+    ]  # fmt: skip
+    ids = tokens(2, 70)
+    logits, state = model(ids)
+    assert set(state) == {spec.name for spec in model.state_specs()}
+
+    x = model.embedding_norm(model.embedding(ids))
+    after = model.initial_state(2)
+    for block in model.blocks:
+        norms = [block.mixer_norm, getattr(block, "mlp_norm", None)]
+        for branch, norm in zip(block.branches(), norms, strict=False):
+            own = {s.name: after[s.name] for s in branch.state_specs()}
+            x = x + branch(norm(x), own, torch.zeros(2, dtype=torch.int64))[0]
+    centred = x - x.mean(-1, keepdim=True)
+    x = centred / (centred.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+    wanted = 0.5 * torch.tanh(x @ model.embedding.weight.T / 0.5)
+    torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"mlps": ["gla"]}, "model.mlps has 1 names for 7 layers"),
+        ({"mlps": ["gla"] * 7}, "model.intermediate_size = 24 would not be used"),
+        ({"mlps": ["nix"] * 7, "intermediate_size": 0}, "model.mlps names 'nix'"),
+        ({"norm": "batch"}, "model.norm is 'batch'; allowed: rms, layer"),
+        ({"logit_softcap": -1.0}, "model.logit_softcap is -1.0; the least is 0"),
+    ],
+)
+def test_wrong_branches_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(EdgelinError, match=message):
+        from_dict(ModelConfig, {**to_dict(CONFIG), **change})

@@ -351,7 +351,8 @@ def _memory(device: torch.device) -> int | None:
 
 def _warn_of_export(model: SequenceModel) -> None:
     """Say in a line a mixer what will keep `edgelin export` from taking the model."""
-    configs = [getattr(block.mixer, "config", None) for block in model.blocks]
+    branches = [branch for block in model.blocks for branch in block.branches()]
+    configs = [getattr(branch, "config", None) for branch in branches]
     obstacles = [getattr(config, "export_obstacle", None) for config in configs]
     for obstacle in dict.fromkeys(filter(None, obstacles)):
         tell(f"warning: {obstacle}")

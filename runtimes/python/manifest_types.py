@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from edgelin.config import HEADS, TASKS
+from edgelin.model_config import HEADS, TASKS
 from edgelin.state import StateSpec
 
 _VERSION = r"[0-9]{1,6}(\.[0-9]{1,6}){0,3}"
