@@ -257,7 +257,7 @@ class Stream:
         lost = "; its state is lost, reset the stream or load one" if self._broken else ""
         return (
             f"the model's outputs are not finite after position {self.position}: the inputs are "
-            f"too large for it, or its states are damaged{lost}"
+            f"too large, or its states or weights are damaged{lost}"
         )
 
     def _refuse_broken(self) -> None:

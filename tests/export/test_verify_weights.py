@@ -146,7 +146,7 @@ def test_what_is_not_finite_is_named(bundle: Path, tmp_path: Path) -> None:
         array[3:] = np.nan
 
     copy = _edited(bundle, tmp_path / "copy", "model", EMBEDDING, spoil)
-    with pytest.raises(EdgelinError, match=r"is not finite|off by inf"):
+    with pytest.raises(EdgelinError, match=r"not finite|off by inf"):
         verify.verify(copy)
     opened = load(copy, variant="model")
     with pytest.raises(EdgelinError, match=r"copy model: .* is not finite"):
