@@ -9,6 +9,10 @@ once: a tied head is not stored) and, for text, ``tokenizer.json``, ``tokenizer_
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +54,46 @@ def save(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    features = model.config.features is not None
-    header = {
-        "model_type": MODEL_TYPE,
-        "architectures": [_ARCHITECTURES[features]],
-        "format": FORMAT,
-    }
-    tokenizer = None
     if tokenizer_json is not None:
         tokenizer = tokenizers.parse(tokenizer_json, folder / "tokenizer.json")
-    _write_json(folder / "config.json", header | to_dict(model.config))
-    if tokenizer is not None and tokenizer_json is not None:
         _write_tokenizer(folder, tokenizer, tokenizer_json)
-    tensors = {
-        key: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+    tensors = (
+        (key, value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous())
         for key, value in own_tensors(model).items()
+    )
+    write(folder, model.config, tensors, shard_bytes)
+
+
+def write(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    shard_bytes: int | None = None,
+) -> None:
+    """Write ``config.json`` and the weights, which are held a shard at a time.
+
+    Args:
+        folder: Made if missing.
+        config: The model's sizes.
+        tensors: Name and content, in the order of the files.
+        shard_bytes: As of :func:`save`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {
+        "model_type": MODEL_TYPE,
+        "architectures": [_ARCHITECTURES[config.features is not None]],
+        "format": FORMAT,
     }
+    _write_json(folder / "config.json", header | to_dict(config))
     _write_weights(folder, tensors, shard_bytes)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy what a checkpoint has of a tokenizer and of settings for generation."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (source / name).is_file():
+            with replacing(folder / name) as part:
+                shutil.copyfile(source / name, part)
 
 
 def _write_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, content: str) -> None:
@@ -183,26 +210,31 @@ def weight_files(folder: str | Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int | None) -> None:
+def _write_weights(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int | None
+) -> None:
     """One file, or shards and their index; files of the other kind are removed last."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    for name, tensor in tensors.items():
-        filled = sum(t.nbytes for t in shards[-1].values())
-        if shard_bytes is not None and shards[-1] and filled + tensor.nbytes > shard_bytes:
-            shards.append({})
-        shards[-1][name] = tensor
-    names = [_WEIGHTS]
-    if len(shards) > 1:
-        names = [
-            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
-        ]
-    for name, shard in zip(names, shards, strict=True):
-        with replacing(folder / name) as part:
-            save_file(shard, part, metadata={"format": "pt"})
-    if len(shards) > 1:
-        total = sum(t.nbytes for t in tensors.values())
-        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    places: dict[str, int] = {}
+    shard: dict[str, torch.Tensor] = {}
+    total = count = 0
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".weights-") as parts:
+        for name, tensor in tensors:
+            filled = sum(t.nbytes for t in shard.values())
+            if shard_bytes is not None and shard and filled + tensor.nbytes > shard_bytes:
+                save_file(shard, Path(parts, str(count)), metadata={"format": "pt"})
+                shard, count = {}, count + 1
+            shard[name], places[name] = tensor, count
+            total += tensor.nbytes
+        save_file(shard, Path(parts, str(count)), metadata={"format": "pt"})
+        names = [_WEIGHTS]
+        if count:
+            names = [f"model-{i:05d}-of-{count + 1:05d}.safetensors" for i in range(1, count + 2)]
+        for i, name in enumerate(names):
+            with replacing(folder / name) as part:
+                os.replace(Path(parts, str(i)), part)
+    if count:
+        weight_map = {key: names[i] for key, i in places.items()}
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     else:
         (folder / _INDEX).unlink(missing_ok=True)
     for path in folder.glob("model*.safetensors"):

@@ -27,6 +27,7 @@ from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, c
 from edgelin.export.step_form import step_form
 from edgelin.export.target import COPIED
 from edgelin.export.trace import trace
+from edgelin.families import convert
 from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import FileRecord, Manifest, Variant, file_records
 from edgelin.runtimes.session import Bundle
@@ -47,7 +48,7 @@ def export_checkpoint(
     """Write a bundle.
 
     Args:
-        checkpoint: Checkpoint folder.
+        checkpoint: Checkpoint folder, ours or one that a family reads.
         out: Folder to make; it must not exist, unless ``force``.
         quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``.
         profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
@@ -60,12 +61,24 @@ def export_checkpoint(
         EdgelinError: The input is bad, the disk is full, or the bundle missed a gate; then it is
             kept as ``<out>.failed``.
     """
-    checkpoint = Path(checkpoint)
     recipes = _recipes(quantise)
     chosen = find(profile)
     check_onnxruntime(chosen.min_onnxruntime(quantised=any(recipes.values())))
-    out = target.find(checkpoint, Path(out), force=force)
+    out = target.find(Path(checkpoint), Path(out), force=force)
     _say(f"reading {checkpoint}")
+    with convert.own(Path(checkpoint)) as own:
+        return _export(own, out, recipes, chosen, force=force)
+
+
+def _export(
+    checkpoint: Path,
+    out: Path,
+    recipes: dict[str, Recipe | None],
+    chosen: Profile,
+    *,
+    force: bool,
+) -> Report:
+    """:func:`export_checkpoint` of a checkpoint of ours, with everything checked before."""
     model, config = checkpoints.load(checkpoint)
     if config.features is not None:
         recipes = {name: recipe and recipe.for_features() for name, recipe in recipes.items()}

@@ -65,8 +65,8 @@ def run_by_keys(
 ) -> tuple[Tensor, Tensor]:
     """Run the linear recurrence over ``MOST_KEYS`` keys at a time.
 
-    Every key has a row of the state to itself, and what the queries read there adds up. Arguments and
-    results as of :func:`run_padded`.
+    Every key has a row of the state to itself, and what the queries read there adds up. Arguments
+    and results as of :func:`run_padded`.
     """
     pieces = [x.split(MOST_KEYS, dim=-1) for x in (q, k)]
     states = state.split(MOST_KEYS, dim=2)

@@ -1,0 +1,57 @@
+"""Checkpoints that other projects trained: one file a family.
+
+A family is a module of this folder with two names::
+
+    MODEL_TYPES = ("mamba2",)  # the model_type of config.json
+    read(fields: Fields) -> tuple[ModelConfig, Weights]
+
+``read`` turns the keys of ``config.json`` into our sizes and mixers, and gives a function that
+yields our parameters, one by one, from the tensors of the checkpoint. Constant factors (multipliers
+of the stream, scales of attention, "1 + weight" norms) are folded into the weights there. Every key
+and every tensor must be taken or named as harmless (:mod:`edgelin.families.reading`), so that what
+would change the numbers is never passed over in silence. A family brings no computation of its own:
+what is missing goes into the mixers, where every model has it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+from torch import Tensor
+
+from edgelin.errors import EdgelinError
+from edgelin.families.reading import Fields, Tensors
+from edgelin.model_config import ModelConfig
+
+Weights = Callable[[Tensors], Iterator[tuple[str, Tensor]]]
+
+
+def modules() -> dict[str, ModuleType]:
+    """Every family by name of its file."""
+    found = {}
+    for entry in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        if hasattr(module, "MODEL_TYPES"):
+            found[entry.name] = module
+    return found
+
+
+def find(model_type: str, where: str) -> ModuleType:
+    """The family of a ``model_type``.
+
+    Raises:
+        EdgelinError: No family reads it.
+    """
+    known = {name: module for module in modules().values() for name in module.MODEL_TYPES}
+    if model_type not in known:
+        raise EdgelinError(
+            f"{where} is of model_type {model_type!r}, which no family reads; supported: "
+            f"{', '.join(sorted(known))} (see `edgelin families`)"
+        )
+    return known[model_type]
+
+
+__all__ = ["Fields", "ModelConfig", "Tensors", "Weights", "find", "modules"]

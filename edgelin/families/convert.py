@@ -1,0 +1,110 @@
+"""From a foreign checkpoint folder to one of ours, a tensor at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgelin import checkpoint as checkpoints
+from edgelin import families
+from edgelin.errors import EdgelinError
+from edgelin.families.reading import Fields, Tensors
+from edgelin.model import SequenceModel
+from edgelin.model_config import ModelConfig
+
+SHARD_BYTES = 1 << 30
+
+
+def convert(
+    folder: str | Path, out: str | Path, *, progress: Callable[[int], Any] = lambda count: None
+) -> ModelConfig:
+    """Write a foreign checkpoint in our own format.
+
+    Args:
+        folder: Local folder in the Hugging Face shape.
+        out: Folder to fill; made if missing.
+        progress: Is told the numbers of every tensor that is written.
+
+    Returns:
+        The model's sizes.
+
+    Raises:
+        EdgelinError: No family reads it, or something in it is not understood.
+    """
+    folder, out = Path(folder), Path(out)
+    values = read_json(folder / "config.json")
+    if "quantization_config" in values:
+        raise EdgelinError(
+            f"{folder} is a quantised checkpoint (quantization_config); take the one in bfloat16, "
+            f"float16 or float32, `edgelin export` quantises it"
+        )
+    where = str(folder / "config.json")
+    family = families.find(str(values.get("model_type")), where)
+    fields = Fields(values, where)
+    config: ModelConfig
+    config, weights = family.read(fields)
+    fields.finish()
+    tensors = Tensors(folder, getattr(family, "SKIP", r"(?!)"))
+    checkpoints.write(out, config, _checked(config, weights(tensors), progress), SHARD_BYTES)
+    tensors.finish()
+    checkpoints.copy_tokenizer(folder, out)
+    return config
+
+
+@contextlib.contextmanager
+def own(folder: Path) -> Iterator[Path]:
+    """The folder itself if it is a checkpoint of ours, else a temporary one converted from it."""
+    path = folder / "config.json"
+    if not path.is_file() or read_json(path).get("model_type") == checkpoints.MODEL_TYPE:
+        yield folder  # what is wrong with it, reading it as ours will say
+        return
+    with tempfile.TemporaryDirectory(prefix="edgelin-") as temporary:
+        convert(folder, temporary)
+        yield Path(temporary)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; a bare Infinity, which hub files have, is one.
+
+    Raises:
+        EdgelinError: It cannot be read, or is no object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EdgelinError(f"{path} cannot be read: {reason}; copy the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise EdgelinError(f"{path} is no JSON object; copy the checkpoint again")
+    return values
+
+
+def _checked(
+    config: ModelConfig, weights: Iterator[tuple[str, Tensor]], progress: Callable[[int], Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the model, each once and in its shape."""
+    with torch.device("meta"):
+        needed = {n: t.shape for n, t in checkpoints.own_tensors(SequenceModel(config)).items()}
+    for name, tensor in weights:
+        if name not in needed:
+            raise RuntimeError(f"the family yields {name}, which the model has not (or twice)")
+        if tensor.shape != needed[name]:
+            raise EdgelinError(
+                f"{name} would have shape {list(tensor.shape)}, the config makes it "
+                f"{list(needed[name])}; config.json and the weights do not belong together"
+            )
+        del needed[name]
+        yield name, tensor.contiguous()
+        progress(tensor.numel())
+    if needed:
+        raise RuntimeError(f"the family yields no {', '.join(sorted(needed)[:3])}")
+
+
+__all__ = ["convert", "own", "read_json"]

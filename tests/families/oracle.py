@@ -1,0 +1,122 @@
+"""The other side of every claim about a family: the model class that published it.
+
+A test builds a tiny random model with transformers' own class, every parameter off its neutral
+value, saves it as its users do, and compares what we make of the folder with its logits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
+
+from edgelin import checkpoint as checkpoints
+from edgelin.export import passes
+from edgelin.export.profiles import PROFILES
+from edgelin.export.step_form import step_form
+from edgelin.export.trace import trace
+from edgelin.families.convert import convert
+from edgelin.model import SequenceModel
+
+VOCABULARY = 120
+LENGTHS = (1, 63, 64, 65, 150)
+PIECES = (1, 63, 64, 1, 20, 1)  # 150 tokens
+
+
+def randomise(model: Any, *, scale: float = 1.0, seed: int = 0) -> Any:
+    """Move every parameter off its initial value; matrices keep activations of about one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2 and "conv" not in name and "A_log" not in name:
+                parameter.copy_(scale * noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.2 * noise)
+    return model.eval()
+
+
+def save(model: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the folder that a user would have, with a small tokenizer."""
+    copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    words = {"<|end|>": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def ids(batch: int, time: int) -> Tensor:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(time)
+    return torch.randint(1, VOCABULARY, (batch, time), generator=generator)
+
+
+@torch.no_grad()
+def check_torch(model: Any, folder: Path, tolerance: float = 1e-4) -> SequenceModel:
+    """Convert and compare full passes, pieces and single tokens with the oracle's full pass."""
+    own = folder.with_name(f"{folder.name}-own")
+    convert(folder, own)
+    ours, _ = checkpoints.load(own)
+    for batch, time in [(1, 1), (3, 63), (1, 64), (3, 65), (3, 150)]:
+        tokens = ids(batch, time)
+        near(ours(tokens)[0], full(model, tokens), tolerance, f"full pass of {time}")
+    tokens = ids(3, 150)
+    wanted = full(model, tokens)
+    for cuts in (PIECES, (70, 80), (100, *[1] * 50)):
+        logits, state = [], ours.initial_state(3)
+        for piece in tokens.split(list(cuts), dim=1):
+            part, state = ours(piece, state)
+            logits.append(part)
+        near(torch.cat(logits, 1), wanted, tolerance, f"pieces {cuts[:4]}")
+    return ours
+
+
+@torch.no_grad()
+def check_graphs(model: Any, ours: SequenceModel, tolerance: float = 1e-4) -> None:
+    """Compare exported graphs, fed in pieces and token by token, with the oracle's full pass."""
+    tokens = ids(3, 150)
+    wanted = full(model, tokens)
+    stepped = step_form(ours)
+    traced = trace(stepped)
+    for profile in ("fused", "plain"):
+        graph = traced.clone()
+        passes.lower(graph, PROFILES[profile])
+        passes.finish(graph, PROFILES[profile])
+        for cuts in (PIECES, (64, 64, *[1] * 22)):
+            got = torch.cat(list(_run(graph, stepped, tokens, cuts)), dim=1)
+            near(got, wanted, tolerance, f"{profile} graph, pieces {cuts[:3]}")
+
+
+def _run(graph: Any, model: SequenceModel, tokens: Tensor, cuts: Any) -> Iterator[Tensor]:
+    """Logits of every piece."""
+    from export_models import session
+
+    runner, specs = session(graph), model.state_specs()
+    state = {s.name: t.numpy() for s, t in zip(specs, model.initial_state(3).values(), strict=True)}
+    for piece in tokens.split(list(cuts), dim=1):
+        feeds = {s.input_name: state[s.name] for s in specs}
+        feeds |= {"input_ids": piece.numpy(), "num_logits_to_keep": np.array(0)}
+        logits, *after = runner.run(None, feeds)
+        state = {spec.name: array for spec, array in zip(specs, after, strict=True)}
+        yield torch.from_numpy(logits)
+
+
+def full(model: Any, tokens: Tensor) -> Tensor:
+    """The oracle's logits of one pass over everything."""
+    logits: Tensor = model(tokens, use_cache=False).logits
+    return logits
+
+
+def near(got: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
+    """Absolute difference of logits, which have a spread of about one."""
+    assert got.shape == wanted.shape, what
+    assert wanted.std() > 0.3, f"{what}: the logits say nothing"
+    error = float((got.double() - wanted.double()).abs().max())
+    assert error < tolerance, f"{what}: {error:.1e}"
