@@ -30,7 +30,7 @@ def convolved(mixer: Any, x: np.ndarray, state: np.ndarray) -> tuple[np.ndarray,
     """Short convolution of `[B, T, C]` after the inputs in the state, and the last inputs."""
     past, taps = np.concatenate([state.transpose(0, 2, 1), x], axis=1), matrix(mixer, "conv_weight")
     y = sum(past[:, i : i + x.shape[1]] * taps[:, i] for i in range(taps.shape[1]))
-    if hasattr(mixer, "conv_bias"):
+    if getattr(mixer, "conv_bias", None) is not None:
         y = y + matrix(mixer, "conv_bias")
     return y, past[:, x.shape[1] :].transpose(0, 2, 1)
 
