@@ -70,22 +70,29 @@ class GroupedGatedRMSNorm(nn.Module):
         size: Length of the last axis.
         groups: Equal parts of it, each with a mean square of its own; the weight is `[size]`.
         eps: Added to the mean square.
+        gate_first: False: RMSNorm(x) * silu(gate), the gate after the norm.
     """
 
-    def __init__(self, size: int, groups: int, eps: float) -> None:
+    def __init__(self, size: int, groups: int, eps: float, *, gate_first: bool = True) -> None:
         super().__init__()
         self.groups, self.width, self.eps = groups, size // groups, eps
+        self.gate_first = gate_first
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Gate and normalise `[..., size]`; ``gate`` has the shape of ``x``; its dtype stays."""
-        full = at_least_float32(x) * F.silu(at_least_float32(gate))
-        weight = self.weight.to(full.dtype)
+        full, gated = at_least_float32(x), F.silu(at_least_float32(gate))
+        y = self._normalised(full * gated) if self.gate_first else self._normalised(full) * gated
+        return y.to(x.dtype)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        """The norm with its weight."""
+        weight = self.weight.to(x.dtype)
         if self.groups == 1:
-            return F.rms_norm(full, (self.width,), weight, self.eps).to(x.dtype)
-        parts = full.unflatten(-1, (self.groups, self.width))
+            return F.rms_norm(x, (self.width,), weight, self.eps)
+        parts = x.unflatten(-1, (self.groups, self.width))
         unit = F.rms_norm(parts, (self.width,), torch.ones_like(weight[: self.width]), self.eps)
-        return (unit.flatten(-2) * weight).to(x.dtype)
+        return unit.flatten(-2) * weight
 
 
 class LayerNorm(nn.Module):

@@ -6,7 +6,7 @@
 
 A head has P channels (u_t, the values) and N states (B_t the key, C_t the query); H / G heads share
 one B and C, and the norm has a mean square for each of the G groups. A = -exp(A_log) and D are
-numbers a head.
+numbers a head. Published models differ in biases, in limits of dt and in the order of norm and gate.
 
 Source: Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
 Structured State Space Duality", arXiv:2405.21060, eq. 1, section 7 (parallel projections, groups
@@ -15,6 +15,7 @@ of heads, norm behind the gate).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,8 @@ from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
 
+NORMS = ("after_gate", "before_gate", "none")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -40,6 +43,13 @@ class Config:
         state_size: States N.
         num_groups: Groups G of heads that share B and C; divides H.
         conv_size: Taps of the short convolution, at least 2.
+        norm: Between o_t and ``out_proj``: ``after_gate``, RMSNorm(o * silu(z)); ``before_gate``,
+            RMSNorm(o) * silu(z); ``none``, o * silu(z).
+        bias: Whether ``in_proj`` has a bias (that of the step is ``dt_bias``).
+        out_bias: Whether ``out_proj`` has a bias.
+        conv_bias: Whether the convolution has a bias.
+        min_dt: Least dt.
+        max_dt: Largest dt; None: no limit.
     """
 
     num_heads: int
@@ -47,6 +57,12 @@ class Config:
     state_size: int
     num_groups: int = 1
     conv_size: int = 4
+    norm: str = "after_gate"
+    bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = True
+    min_dt: float = 0.0
+    max_dt: float | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "head_dim", "state_size", "num_groups")
@@ -55,6 +71,13 @@ class Config:
             raise EdgelinError(
                 f"num_heads is {self.num_heads}, no multiple of num_groups = {self.num_groups}; "
                 "give a multiple"
+            )
+        if self.norm not in NORMS:
+            raise EdgelinError(f"norm is {self.norm!r}; allowed: {', '.join(NORMS)}")
+        if not 0 <= self.min_dt <= (self.max_dt if self.max_dt is not None else math.inf):
+            raise EdgelinError(
+                f"min_dt is {self.min_dt} and max_dt {self.max_dt}; give 0 or more, and no min_dt "
+                f"above max_dt"
             )
 
 
@@ -75,18 +98,26 @@ class Mixer(nn.Module):
         self.inner_size = heads * config.head_dim
         self.group_size = config.num_groups * config.state_size
         self.conv_channels = self.inner_size + 2 * self.group_size
-        self.in_proj = nn.Linear(hidden_size, self.inner_size + self.conv_channels, bias=False)
+        self.in_proj = nn.Linear(hidden_size, self.inner_size + self.conv_channels, config.bias)
         bound = config.conv_size**-0.5
         self.conv_weight = nn.Parameter(
             torch.empty(self.conv_channels, config.conv_size).uniform_(-bound, bound)
         )
-        self.conv_bias = nn.Parameter(torch.empty(self.conv_channels).uniform_(-bound, bound))
+        self.conv_bias = None
+        if config.conv_bias:
+            self.conv_bias = nn.Parameter(torch.empty(self.conv_channels).uniform_(-bound, bound))
         self.dt_proj = nn.Linear(hidden_size, heads, bias=False)
         self.dt_bias = nn.Parameter(step_bias(heads))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
-        self.norm = GroupedGatedRMSNorm(self.inner_size, config.num_groups, norm_eps)
-        self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=False)
+        if config.norm != "none":
+            self.norm = GroupedGatedRMSNorm(
+                self.inner_size,
+                config.num_groups,
+                norm_eps,
+                gate_first=config.norm == "after_gate",
+            )
+        self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=config.out_bias)
 
     def state_specs(self) -> list[StateSpec]:
         """The convolution's tail and S."""
@@ -112,12 +143,15 @@ class Mixer(nn.Module):
         u = u.unflatten(-1, (c.num_heads, c.head_dim))
         dt = at_least_float32(self.dt_proj(x)) + at_least_float32(self.dt_bias)
         dt = F.softplus(dt)
+        if c.min_dt > 0 or c.max_dt is not None:
+            dt = dt.clamp(c.min_dt, c.max_dt)
         g = -at_least_float32(self.A_log).exp() * dt
         v = (dt[..., None] * u).to(u.dtype)
         keys, queries = self._by_head(groups)
         o, after = linear(queries, keys, v, g, state[recurrent_name], scale=1.0)
         o = o + self.D.to(u.dtype)[:, None] * u
-        y = self.norm(o.flatten(-2), gate)
+        o = o.flatten(-2)
+        y = o * F.silu(gate) if c.norm == "none" else self.norm(o, gate)
         return self.out_proj(y), {conv_name: conv, recurrent_name: after}
 
     def _by_head(self, groups: Tensor) -> tuple[Tensor, ...]:

@@ -18,6 +18,13 @@ def matrix(mixer: Any, name: str) -> np.ndarray:
     return array
 
 
+def linear(mixer: Any, name: str, x: np.ndarray) -> np.ndarray:
+    """A projection, with its bias if it has one."""
+    y = x @ matrix(mixer, f"{name}.weight").T
+    parameters = dict(mixer.named_parameters())
+    return y + matrix(mixer, f"{name}.bias") if f"{name}.bias" in parameters else y
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
