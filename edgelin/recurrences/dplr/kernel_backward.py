@@ -132,19 +132,10 @@ def diagonal(x, i, j):
     return tl.sum(tl.where(i == j, x.to(tl.float32), 0.0), axis=1)[:, None]
 
 
-@triton.jit(do_not_specialize=["T"])
-def keys_kernel(q, k, v, a, b, g, states, reads, dstates, do, dr, dn_ab, dn_ak, dm_qb, dm_qk,
-                dq, dk, da, db, dg, scale, T, H,
-                K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Gradients of q, k, a, b and g in one chunk and one block of keys."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    start = tl.program_id(1) * BK
-    row, valid = chunk_rows(bh, n, T, H)
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    # through the states at both ends of the chunk
+@triton.jit
+def end_terms(states, dstates, reads, v, do, dr, row, valid, start,
+              K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """What reaches q, a, b, k and the whole decay through the states at both ends of the chunk."""
     to_q = tl.zeros([C, BK], dtype=tl.float32)
     to_a = tl.zeros([C, BK], dtype=tl.float32)
     to_b = tl.zeros([C, BK], dtype=tl.float32)
@@ -161,6 +152,34 @@ def keys_kernel(q, k, v, a, b, g, states, reads, dstates, do, dr, dn_ab, dn_ak, 
         to_a = tl.dot(tile(dr, row, valid, v_start, V, BV), first, to_a, input_precision="ieee")
         to_b = tl.dot(tile(reads, row, valid, v_start, V, BV), last, to_b, input_precision="ieee")
         to_k = tl.dot(tile(v, row, valid, v_start, V, BV), last, to_k, input_precision="ieee")
+    return to_q, to_a, to_b, to_k, through
+
+
+@triton.jit
+def end_decay(share, share_q, share_a, through, steps, i, j,
+              PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Gradient of the log decays through the states at both ends of the chunk."""
+    decay = _sums(i > j, share, PT, PARTS)
+    decay += _sums(i <= j, share_q, PT, PARTS)
+    decay += _sums(i < j, share_a, PT, PARTS)
+    return decay + (through * tl.exp(tl.sum(steps, axis=0)))[None, :]
+
+
+@triton.jit(do_not_specialize=["T"])
+def keys_kernel(q, k, v, a, b, g, states, reads, dstates, do, dr, dn_ab, dn_ak, dm_qb, dm_qk,
+                dq, dk, da, db, dg, scale, T, H,
+                K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Gradients of q, k, a, b and g in one chunk and one block of keys."""
+    chunks = tl.cdiv(T, C)
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    start = tl.program_id(1) * BK
+    row, valid = chunk_rows(bh, n, T, H)
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    to_q, to_a, to_b, to_k, through = end_terms(
+        states, dstates, reads, v, do, dr, row, valid, start, K, V, BK, BV
+    )
     queries = tile(q, row, valid, start, K, BK)
     keys = tile(k, row, valid, start, K, BK)
     sources = tile(a, row, valid, start, K, BK)
@@ -172,10 +191,8 @@ def keys_kernel(q, k, v, a, b, g, states, reads, dstates, do, dr, dn_ab, dn_ak, 
     to_b *= after
     to_k *= after
     share = to_b * adds.to(tl.float32) + to_k * keys.to(tl.float32)
-    decay = _sums(i > j, share, PT, PARTS)
-    decay += _sums(i <= j, to_q * queries.to(tl.float32), PT, PARTS)
-    decay += _sums(i < j, to_a * sources.to(tl.float32), PT, PARTS)
-    decay += (through * tl.exp(tl.sum(steps, axis=0)))[None, :]
+    share_q, share_a = to_q * queries.to(tl.float32), to_a * sources.to(tl.float32)
+    decay = end_decay(share, share_q, share_a, through, steps, i, j, PT, PARTS)
     # a token with itself: no decay
     ab = tile(dn_ab, row, valid, 0, C, C)
     ak = tile(dn_ak, row, valid, 0, C, C)
@@ -213,8 +230,8 @@ def keys_kernel(q, k, v, a, b, g, states, reads, dstates, do, dr, dn_ab, dn_ak, 
     put_tile(da, to_a, row, valid, start, K, BK)
     put_tile(db, to_b, row, valid, start, K, BK)
     put_tile(dk, to_k, row, valid, start, K, BK)
-    clamped = tile(g, row, valid, start, K, BK).to(tl.float32) < FLOOR
-    put_tile(dg, tl.where(clamped, 0.0, decay), row, valid, start, K, BK)
+    kept = tile(g, row, valid, start, K, BK).to(tl.float32) >= FLOOR
+    put_tile(dg, tl.where(kept, decay, 0.0), row, valid, start, K, BK)
 
 
 class Solved(NamedTuple):
