@@ -5,6 +5,10 @@ A family is a module of this folder with two names::
     MODEL_TYPES = ("mamba2",)  # the model_type of config.json
     read(fields: Fields) -> tuple[ModelConfig, Weights]
 
+and, where there are checkpoints whose config has no ``model_type``, a third::
+
+    matches(values: Mapping[str, Any]) -> bool
+
 ``read`` turns the keys of ``config.json`` into our sizes and mixers, and gives a function that
 yields our parameters, one by one, from the tensors of the checkpoint. Constant factors (multipliers
 of the stream, scales of attention, "1 + weight" norms) are folded into the weights there. Every key
@@ -17,8 +21,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -39,19 +44,26 @@ def modules() -> dict[str, ModuleType]:
     return found
 
 
-def find(model_type: str, where: str) -> ModuleType:
-    """The family of a ``model_type``.
+def find(values: Mapping[str, Any], where: str) -> ModuleType:
+    """The family of a ``config.json``: that of its ``model_type``, or one that knows its keys.
 
     Raises:
         EdgelinError: No family reads it.
     """
-    known = {name: module for module in modules().values() for name in module.MODEL_TYPES}
-    if model_type not in known:
-        raise EdgelinError(
-            f"{where} is of model_type {model_type!r}, which no family reads; supported: "
-            f"{', '.join(sorted(known))} (see `edgelin families`)"
-        )
-    return known[model_type]
+    found = modules().values()
+    known = {name: module for module in found for name in module.MODEL_TYPES}
+    model_type = values.get("model_type")
+    if model_type in known:
+        return known[model_type]
+    if model_type is None:
+        for module in found:
+            if hasattr(module, "matches") and module.matches(values):
+                return module
+    what = "has no model_type" if model_type is None else f"is of model_type {model_type!r}"
+    raise EdgelinError(
+        f"{where} {what}, which no family reads; supported: {', '.join(sorted(known))} "
+        f"(see `edgelin families`)"
+    )
 
 
 __all__ = ["Fields", "ModelConfig", "Tensors", "Weights", "find", "modules"]

@@ -46,7 +46,7 @@ def convert(
             f"float16 or float32, `edgelin export` quantises it"
         )
     where = str(folder / "config.json")
-    family = families.find(str(values.get("model_type")), where)
+    family = families.find(values, where)
     fields = Fields(values, where)
     config: ModelConfig
     config, weights = family.read(fields)

@@ -6,7 +6,8 @@
 
 A head has P channels (u_t, the values) and N states (B_t the key, C_t the query); H / G heads share
 one B and C, and the norm has a mean square for each of the G groups. A = -exp(A_log) and D are
-numbers a head. Published models differ in biases, in limits of dt and in the order of norm and gate.
+numbers a head. Published models differ in biases, in limits of dt and in the order of norm and
+gate.
 
 Source: Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
 Structured State Space Duality", arXiv:2405.21060, eq. 1, section 7 (parallel projections, groups
