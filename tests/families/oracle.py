@@ -42,6 +42,14 @@ def randomise(model: Any, *, scale: float = 1.0, seed: int = 0) -> Any:
     return model.eval()
 
 
+def rounded(model: Any, dtype: torch.dtype) -> Any:
+    """Round the weights to a type and compute in float32; rotary buffers stay as they are."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return model
+
+
 def save(model: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write the folder that a user would have, with a small tokenizer."""
     copy.deepcopy(model).to(dtype).save_pretrained(folder)
