@@ -175,8 +175,7 @@ def keys_kernel(q, k, v, a, b, g, states, reads, dstates, do, dr, dn_ab, dn_ak, 
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     start = tl.program_id(1) * BK
     row, valid = chunk_rows(bh, n, T, H)
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     to_q, to_a, to_b, to_k, through = end_terms(
         states, dstates, reads, v, do, dr, row, valid, start, K, V, BK, BV
     )
