@@ -5,8 +5,11 @@
     g_t = -exp(A_log) softplus(a_t + dt_bias) ;  beta_t = sigmoid(b_t)
 
 q, k, v pass a short convolution and silu; q and k are L2-normalised; the output is a gated RMSNorm.
+A key head may serve several value heads, and beta may reach 2, so that a key can be mirrored.
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), arXiv:2412.06464, eq. 10 and
-section 3.4; decay parameters as in Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
+section 3.4; decay parameters as in Mamba-2 (Dao and Gu 2024, arXiv:2405.21060); beta up to 2:
+Grazzi et al., "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues" (2024),
+arXiv:2411.12537, section 4.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from edgelin.errors import EdgelinError
 from edgelin.initial import step_bias
 from edgelin.layers import GatedRMSNorm, at_least_float32, l2_norm
 from edgelin.mixers import HeadSizes, check_sizes
@@ -31,13 +35,32 @@ class Config(HeadSizes):
 
     Args:
         conv_size: Taps of the short convolution, at least 2.
+        num_key_heads: Heads of q and k, which divide ``num_heads``: each serves as many value heads
+            in a row; None: ``num_heads``.
+        allow_neg_eigval: Whether beta lies in 0..2 instead of 0..1.
+        norm_eps: Added to the mean square in the output norm; None: the model's.
     """
 
     conv_size: int = 4
+    num_key_heads: int | None = None
+    allow_neg_eigval: bool = False
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self, "conv_size", least=2)
+        if self.num_heads % self.key_heads:
+            raise EdgelinError(
+                f"num_heads is {self.num_heads}, no multiple of num_key_heads = "
+                f"{self.num_key_heads}; give a multiple"
+            )
+        if self.norm_eps is not None and not 0 < self.norm_eps < 1:
+            raise EdgelinError(f"norm_eps is {self.norm_eps}; it must be above 0 and below 1")
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of q and k."""
+        return self.num_key_heads or self.num_heads
 
 
 class Mixer(nn.Module):
@@ -55,8 +78,8 @@ class Mixer(nn.Module):
     def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        heads = config.num_heads
-        self.key_size, self.value_size = heads * config.key_dim, heads * config.value_dim
+        self.key_size = config.key_heads * config.key_dim
+        self.value_size = config.num_heads * config.value_dim
         self.conv_channels = 2 * self.key_size + self.value_size
         self.gate_size = self._gate_size()
         self.qkv_gate_proj = nn.Linear(hidden_size, self.conv_channels + self.gate_size, bias=False)
@@ -64,7 +87,7 @@ class Mixer(nn.Module):
         self.conv_weight = nn.Parameter(
             torch.empty(self.conv_channels, config.conv_size).uniform_(-bound, bound)
         )
-        self._add_gates(hidden_size, norm_eps)
+        self._add_gates(hidden_size, config.norm_eps or norm_eps)
         self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
 
     def _gate_size(self) -> int:
@@ -102,7 +125,7 @@ class Mixer(nn.Module):
         )
         qk, v = qkv.split([2 * self.key_size, self.value_size], dim=-1)
         # Queries and keys are normalised together: one node in the exported graph.
-        q, k = l2_norm(qk.unflatten(-1, (2 * c.num_heads, c.key_dim))).chunk(2, dim=2)
+        q, k = l2_norm(qk.unflatten(-1, (2 * c.key_heads, c.key_dim))).chunk(2, dim=2)
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
         beta, g = self._gates(x)
         o, recurrent = delta(q, k, v, beta, g, state[recurrent_name], scale=c.key_dim**-0.5)
@@ -120,7 +143,11 @@ class Mixer(nn.Module):
         """Beta and log decay, both `[B, T, H]` float32."""
         gates = at_least_float32(self.beta_decay_proj(x))
         if not self.decays:
-            return gates.sigmoid(), None
+            return self._beta(gates), None
         beta, a = gates.chunk(2, dim=-1)
         rate = at_least_float32(self.A_log).exp()
-        return beta.sigmoid(), -rate * F.softplus(a + at_least_float32(self.dt_bias))
+        return self._beta(beta), -rate * F.softplus(a + at_least_float32(self.dt_bias))
+
+    def _beta(self, x: Tensor) -> Tensor:
+        """The writing strength."""
+        return 2 * x.sigmoid() if self.config.allow_neg_eigval else x.sigmoid()

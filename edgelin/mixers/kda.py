@@ -33,9 +33,9 @@ class Mixer(gated_deltanet.Mixer):
         """Parameters of :meth:`_gates` and :meth:`_gated_norm`."""
         heads, rank = self.config.num_heads, self.config.value_dim
         self.beta_decay_proj = nn.Linear(hidden_size, heads + rank, bias=False)
-        self.decay_out_proj = nn.Linear(rank, self.key_size, bias=False)
+        self.decay_out_proj = nn.Linear(rank, heads * self.config.key_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
-        self.dt_bias = nn.Parameter(step_bias(self.key_size))
+        self.dt_bias = nn.Parameter(step_bias(heads * self.config.key_dim))
         self.norm = RMSNorm(self.config.value_dim, norm_eps)
         self.gate_out_proj = nn.Linear(rank, self.value_size)
 
@@ -46,7 +46,7 @@ class Mixer(gated_deltanet.Mixer):
         step = at_least_float32(self.decay_out_proj(low)) + at_least_float32(self.dt_bias)
         step = F.softplus(step).unflatten(-1, (c.num_heads, c.key_dim))
         rate = at_least_float32(self.A_log).exp()
-        return at_least_float32(beta).sigmoid(), -rate[:, None] * step
+        return self._beta(at_least_float32(beta)), -rate[:, None] * step
 
     def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         """The outputs `[B, T, H, V]`, normalised and gated."""

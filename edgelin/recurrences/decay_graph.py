@@ -47,19 +47,27 @@ def head_decays(graph: Graph, g: ir.Value | None) -> tuple[ir.Value, ir.Value, i
 
 
 def linear_attention(
-    graph: Graph, inputs: Sequence[ir.Value | None], *, heads: int, rule: str, scale: float
+    graph: Graph,
+    inputs: Sequence[ir.Value | None],
+    *,
+    heads: int,
+    rule: str,
+    scale: float,
+    key_heads: int | None = None,
 ) -> tuple[ir.Value, ir.Value]:
-    """Append com.microsoft LinearAttention with as many key as query heads.
+    """Append com.microsoft LinearAttention.
 
     The operator decays token by token, so g needs no floor: below -90 exp(g) adds nothing anyway.
 
     Args:
         graph: Receives the node.
-        inputs: q, k ``[B, T, H K]``, v ``[B, T, H V]``, state ``[B, H, K, V]``, then g, None or
+        inputs: q, k ``[B, T, G K]``, v ``[B, T, H V]``, state ``[B, H, K, V]``, then g, None or
             left out, and beta where the rule has one.
         heads: H.
         rule: "linear", "gated", "delta" or "gated_delta".
         scale: Factor of the output, > 0.
+        key_heads: Heads G of q and k, a divisor of H (the standard operator takes no fewer than H);
+            None: H.
 
     Returns:
         The output ``[B, T, H V]`` and the state after the last token.
@@ -71,7 +79,7 @@ def linear_attention(
         inputs,
         outputs=2,
         domain="com.microsoft",
-        q_num_heads=heads,
+        q_num_heads=key_heads or heads,
         kv_num_heads=heads,
         update_rule=rule,
         scale=float(scale),
@@ -88,26 +96,33 @@ def matrix_attention(
     sizes: tuple[int, int, int],
     rule: str,
     scale: float,
+    key_heads: int | None = None,
 ) -> tuple[ir.Value, ir.Value]:
     """:func:`linear_attention` of values with an axis of heads.
 
     Args:
         graph: Receives the nodes.
-        qkv: q, k ``[B, T, H, K]`` and v ``[B, T, H, V]``.
+        qkv: q, k ``[B, T, G, K]`` and v ``[B, T, H, V]``.
         state: ``[B, H, K, V]``.
         gates: What follows the state, packed already.
         sizes: H, K and V.
         rule: As there.
         scale: As there.
+        key_heads: As there.
 
     Returns:
         The output ``[B, T, H, V]`` and the state after the last token.
     """
     heads, key_dim, value_dim = sizes
-    keys, values = graph.ints(0, 0, heads * key_dim), graph.ints(0, 0, heads * value_dim)
+    keys, values = (
+        graph.ints(0, 0, (key_heads or heads) * key_dim),
+        graph.ints(0, 0, heads * value_dim),
+    )
     packed = [graph.op("Reshape", pair) for pair in zip(qkv, (keys, keys, values), strict=True)]
     inputs = [*packed, state, *gates]
-    o, final = linear_attention(graph, inputs, heads=heads, rule=rule, scale=scale)
+    o, final = linear_attention(
+        graph, inputs, heads=heads, rule=rule, scale=scale, key_heads=key_heads
+    )
     return graph.op("Reshape", [o, graph.ints(0, 0, heads, value_dim)]), final
 
 

@@ -73,6 +73,11 @@ def _linear(node: ir.Node) -> dict[str, Any]:
     return {**_matrix(node, 3), "exclusive": bool(node.attributes.get_int("exclusive", 0))}
 
 
+def _delta(node: ir.Node) -> dict[str, Any]:
+    """Arguments of the delta rule."""
+    return {**_matrix(node, 4), "key_heads": _shape(node, 0)[2]}
+
+
 def _low_rank(node: ir.Node) -> dict[str, Any]:
     """Arguments of the diagonal plus low rank recurrence."""
     matrix = _matrix(node, 5)
@@ -109,7 +114,7 @@ def _elman(node: ir.Node) -> dict[str, Any]:
 # Operator -> folder of its onnx.py and the function that reads the keyword arguments off a node.
 _ARGUMENTS: dict[str, tuple[str, Callable[[ir.Node], dict[str, Any]]]] = {
     "linear": ("linear", _linear),
-    "delta": ("delta", lambda node: _matrix(node, 4)),
+    "delta": ("delta", _delta),
     "dplr": ("dplr", _low_rank),
     "diagonal": ("diagonal", _channels),
     "lti": ("lti", _channels),

@@ -46,8 +46,8 @@ def delta(
     op, which one ONNX operator computes.
 
     Args:
-        q: Queries `[B, T, H, K]`.
-        k: Keys `[B, T, H, K]`.
+        q: Queries `[B, T, G, K]`; each of the G heads serves H / G heads of values in a row.
+        k: Keys `[B, T, G, K]`.
         v: Values `[B, T, H, V]`.
         beta: Writing strengths `[B, T, H]`.
         g: Log decays `[B, T, H]` or `[B, T, H, K]`, clamped from below at -90, or None for no
@@ -58,7 +58,8 @@ def delta(
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
     """
-
+    if not is_exporting():
+        q, k = by_value_head(q, k, v)
     if _by_key(g) and not is_exporting():
         write, a, b = chunked.low_rank(k, beta, g)
         return dplr(q, write, v, a, b, g, state, scale=scale)
@@ -70,6 +71,16 @@ def delta(
         return result
 
     return widths.run_fitting(run, q, k, v, g, state)
+
+
+def by_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k `[B, T, G, K]` repeated for the H heads of ``v``: `[B, T, H, K]`."""
+    heads, groups = v.shape[2], k.shape[2]
+    if heads == groups:
+        return q, k
+    spread = (-1, -1, -1, heads // groups, -1)
+    q, k = (x.unsqueeze(3).expand(spread).flatten(2, 3) for x in (q, k))
+    return q, k
 
 
 def _by_key(g: Tensor | None) -> TypeGuard[Tensor]:
@@ -88,6 +99,7 @@ def _delta(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Kernel on CUDA tensors, chunked form elsewhere and for a decay a key."""
+    q, k = by_value_head(q, k, v)  # a traced model still has them by key head
     if v.is_cuda and not _by_key(g):
         from edgelin.recurrences.delta import kernel
 

@@ -38,13 +38,14 @@ def plain(
     value_dim: int,
     decay: Decay,
     scale: float,
+    key_heads: int | None = None,
 ) -> tuple[ir.Value, ir.Value]:
     """Append the one-chunk form.
 
     Args:
         graph: Receives the nodes.
-        q: Queries ``[B, T, H, K]``, float32.
-        k: Keys ``[B, T, H, K]``.
+        q: Queries ``[B, T, G, K]``, float32.
+        k: Keys ``[B, T, G, K]``.
         v: Values ``[B, T, H, V]``.
         beta: Writing strengths ``[B, T, H]``.
         g: Log decays, None, ``[B, T, H]`` or ``[B, T, H, K]`` as ``decay`` says.
@@ -54,10 +55,14 @@ def plain(
         value_dim: V.
         decay: What g is.
         scale: Factor of the output, > 0.
+        key_heads: G, a divisor of H; None: H.
 
     Returns:
         The output ``[B, T, H, V]`` and the state after the last token.
     """
+    if key_heads is not None and key_heads != heads:
+        places = graph.ints(*(h * key_heads // heads for h in range(heads)))
+        q, k = (graph.op("Gather", [x, places], axis=2) for x in (q, k))
     if decay == "key":
         write, a, b = _low_rank(graph, k, beta, g)
         return dplr_onnx.plain(
@@ -104,6 +109,7 @@ def fused(
     value_dim: int,
     decay: Decay,
     scale: float,
+    key_heads: int | None = None,
 ) -> tuple[ir.Value, ir.Value]:
     """Append com.microsoft LinearAttention; arguments and results as in :func:`plain`."""
     if decay == "key":
@@ -116,6 +122,7 @@ def fused(
         sizes=(heads, key_dim, value_dim),
         rule="delta" if decay == "none" else "gated_delta",
         scale=scale,
+        key_heads=key_heads,
     )
 
 

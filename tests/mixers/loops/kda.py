@@ -8,16 +8,21 @@ import numpy as np
 
 from loops.common import EPS, LINEAR, Arrays, convolved, heads_of, matrix, memory, sigmoid
 
-CASES: dict[str, dict[str, Any]] = {"kda": {"type": "kda", **LINEAR, "conv_size": 3}}
+CASES: dict[str, dict[str, Any]] = {
+    "kda": {"type": "kda", **LINEAR, "conv_size": 3},
+    "kda, a key head for two": {"type": "kda", **LINEAR, "num_key_heads": 1},
+}
 
 
 def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
     c = m.config
-    keys = c.num_heads * c.key_dim
+    groups = c.num_key_heads or c.num_heads
+    keys = groups * c.key_dim
     both = x @ matrix(m, "qkv_gate_proj.weight").T
     qkv, tail = convolved(m, both[..., : -c.value_dim], state["conv.3"])
     parts = np.split(qkv * sigmoid(qkv), [keys, 2 * keys], axis=-1)
-    q, k, v = (heads_of(a, c.num_heads) for a in parts)
+    q, k, v = map(heads_of, parts, (groups, groups, c.num_heads))
+    q, k = (a.repeat(c.num_heads // groups, axis=2) for a in (q, k))
     q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
     gates = x @ matrix(m, "beta_decay_proj.weight").T
     step = gates[..., c.num_heads :] @ matrix(m, "decay_out_proj.weight").T
