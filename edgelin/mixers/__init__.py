@@ -51,6 +51,13 @@ def check_sizes(config: Any, *names: str, least: int = 1) -> None:
             raise EdgelinError(f"{name} is {value}; give at most {_MOST_SIZE}")
 
 
+def check_eps(config: Any, name: str) -> None:
+    """Raise EdgelinError if this field is neither None nor above 0 and below 1."""
+    value = getattr(config, name)
+    if value is not None and not 0 < value < 1:
+        raise EdgelinError(f"{name} is {value}; it must be above 0 and below 1")
+
+
 @dataclass(frozen=True)
 class HeadSizes:
     """Sizes of a mixer whose state is a matrix a head; every integer is at least 1.

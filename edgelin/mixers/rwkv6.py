@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from edgelin.initial import places
 from edgelin.layers import HeadLayerNorm, at_least_float32, token_shift
-from edgelin.mixers import HeadSizes
+from edgelin.mixers import HeadSizes, check_eps
 from edgelin.recurrences import MIN_LOG_DECAY
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
@@ -41,10 +41,16 @@ class Config(HeadSizes):
     Args:
         mix_rank: Inner width of the projections that make each mixture.
         decay_rank: Inner width of the projections that make the decay.
+        out_norm_eps: Added to the variance of o / sqrt(K) in the output norm; None: the model's.
     """
 
     mix_rank: int = 32
     decay_rank: int = 64
+    out_norm_eps: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_eps(self, "out_norm_eps")
 
 
 class Mixer(nn.Module):
@@ -54,7 +60,7 @@ class Mixer(nn.Module):
         config: Sizes.
         hidden_size: Width of the residual stream.
         layer: Index that names the states and grades the initial values.
-        norm_eps: Added to the variance in the output norm.
+        norm_eps: Added to the variance in the output norm, unless the config has its own.
     """
 
     def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
@@ -72,7 +78,8 @@ class Mixer(nn.Module):
         self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
         self.r_proj = nn.Linear(hidden_size, key_size, bias=False)
         self.gate_proj = nn.Linear(hidden_size, value_size, bias=False)
-        self.norm = HeadLayerNorm(config.num_heads, config.value_dim, norm_eps)
+        eps = norm_eps if config.out_norm_eps is None else config.out_norm_eps
+        self.norm = HeadLayerNorm(config.num_heads, config.value_dim, eps)
         self.out_proj = nn.Linear(value_size, hidden_size, bias=False)
         for parameter in (self.mix_out, self.mix_bias, self.bonus):
             parameter.no_weight_decay = True  # type: ignore[attr-defined]

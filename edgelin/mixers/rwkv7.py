@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from edgelin.initial import places
 from edgelin.layers import HeadLayerNorm, at_least_float32, l2_norm, token_shift
-from edgelin.mixers import HeadSizes
+from edgelin.mixers import HeadSizes, check_eps
 from edgelin.recurrences.dplr import dplr
 from edgelin.state import StateSpec
 
@@ -42,12 +42,21 @@ class Config(HeadSizes):
         beta_rank: The same of a, the rate at which a token overwrites.
         value_rank: The same of the share of the first layer's values.
         gate_rank: The same of the output gate.
+        out_norm_eps: Added to the variance in the output norm; None: 1e-5 V, the published code's.
+        key_norm_eps: Added to the sum of squares where kk is normalised.
     """
 
     decay_rank: int = 64
     beta_rank: int = 64
     value_rank: int = 32
     gate_rank: int = 128
+    out_norm_eps: float | None = None
+    key_norm_eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("out_norm_eps", "key_norm_eps"):
+            check_eps(self, name)
 
 
 class Mixer(nn.Module):
@@ -80,7 +89,8 @@ class Mixer(nn.Module):
         self.k_k = nn.Parameter(torch.empty(key_size))
         self.k_a = nn.Parameter(torch.empty(key_size))
         self.r_k = nn.Parameter(torch.empty(config.num_heads, config.key_dim))
-        self.norm = HeadLayerNorm(config.num_heads, config.value_dim, config.value_dim * 1e-5)
+        eps = config.value_dim * 1e-5 if config.out_norm_eps is None else config.out_norm_eps
+        self.norm = HeadLayerNorm(config.num_heads, config.value_dim, eps)
         self.out_proj = nn.Linear(value_size, hidden_size, bias=False)
         for parameter in (self.mix, self.r_k):
             parameter.no_weight_decay = True  # type: ignore[attr-defined]
@@ -161,7 +171,7 @@ class Mixer(nn.Module):
         k = at_least_float32(k)
         parts = r, k * self.k_k, k * (1 + (rate - 1) * self.k_a), v, rate, g
         r, kk, k, v, rate, g = (part.unflatten(-1, (c.num_heads, -1)) for part in parts)
-        kk = l2_norm(kk, eps=1e-12)
+        kk = l2_norm(kk, eps=c.key_norm_eps)
         write, read, add = (part.to(v.dtype) for part in (k, -kk, kk * rate))
         o, recurrent = dplr(r, write, v, read, add, g, state[recurrent_name])
         bonus = (at_least_float32(r) * k * self.r_k).sum(-1, keepdim=True) * v

@@ -18,6 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
         "gate_rank": 7,
     }
 }
+CASES["rwkv7, own eps"] = {**CASES["rwkv7"], "out_norm_eps": 0.3, "key_norm_eps": 0.2}
 
 
 def low_rank(m: Any, x: np.ndarray, name: str, inner: Any = None) -> np.ndarray:
@@ -46,7 +47,7 @@ def loop(
     kk = k * matrix(m, "k_k")
     k = k * (1 + (rate - 1) * matrix(m, "k_a"))
     r, kk, k, v, decay, rate = (heads_of(y, c.num_heads) for y in (r, kk, k, v, decay, rate))
-    kk = kk / np.sqrt((kk**2).sum(-1, keepdims=True) + 1e-12)
+    kk = kk / np.sqrt((kk**2).sum(-1, keepdims=True) + c.key_norm_eps)
     s, outputs = state["recurrent.3"].copy(), []
     for t in range(x.shape[1]):
         removed = np.einsum("bhkv,bhk->bhv", s, kk[:, t])
@@ -56,7 +57,8 @@ def loop(
         outputs.append(np.einsum("bhkv,bhk->bhv", s, r[:, t]))
     o = np.stack(outputs, axis=1)
     o = o - o.mean(-1, keepdims=True)
-    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + c.value_dim * 1e-5)
+    eps = c.out_norm_eps or c.value_dim * 1e-5
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + eps)
     o = o.reshape(*x.shape[:2], -1) * matrix(m, "norm.weight") + matrix(m, "norm.bias")
     bonus = (r * k * matrix(m, "r_k")).sum(-1, keepdims=True) * v
     y = (o + bonus.reshape(o.shape)) * low_rank(m, xg, "gate", sigmoid)
