@@ -119,7 +119,7 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
         for kind in set(kinds):
             block = Block(config, kinds.index(kind))
             own = sum(p.numel() for p in block.parameters())
-            own += sum(math.prod(spec.shape) for spec in block.state_specs())
+            own += sum(math.prod(spec.sized()) for spec in block.state_specs())
             numbers += kinds.count(kind) * own
     memory = memory or min(_machine_memory(), _MOST_BYTES * bytes_each // 4)
     if numbers * bytes_each > memory:
@@ -209,7 +209,7 @@ class SequenceModel(nn.Module):
             if dtype.is_floating_point:
                 dtype = torch.promote_types(dtype, weight.dtype)
             state[spec.name] = torch.full(
-                (batch, *spec.shape), spec.initial, dtype=dtype, device=device or weight.device
+                (batch, *spec.sized()), spec.initial, dtype=dtype, device=device or weight.device
             )
         return state
 

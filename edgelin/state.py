@@ -6,8 +6,11 @@ runtime derive names, shapes and initial values from it, so that no reader has t
 Kinds: ``recurrent`` (matrix state S), ``normalizer`` (z), ``ssm`` / ``ssm_re`` / ``ssm_im``
 (diagonal state), ``rnn`` (state of a non-linear recurrence), ``conv`` (tail of a short
 convolution), ``shift`` / ``mlp_shift`` (the last token that a mixer, or what follows it, read),
-``key`` / ``value`` (ring buffer of a sliding-window attention), ``pool`` (running mean under a head
-for whole sequences), ``position`` (tokens seen; one a model).
+``key`` / ``value`` (cache of softmax attention: the ring of a window, or all tokens), ``pool``
+(running mean under a head for whole sequences), ``position`` (tokens seen; one a model).
+
+Shapes are fixed, with one exception: the axis called ``"past"`` of the cache of an attention over
+all tokens is 0 long at first and one longer after every token.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+GROWING = "past"
 _ATTENTION_CACHE = ("key", "value")
 
 
@@ -26,7 +30,8 @@ class StateSpec:
     Args:
         kind: What the tensor holds (see the module docstring).
         layer: Index of the layer that owns it, or None for a state of the whole model.
-        shape: Shape without the leading batch axis; batch is axis 0 of every state.
+        shape: Shape without the leading batch axis; batch is axis 0 of every state. One axis may be
+            ``"past"``, which grows by one a token.
         layout: The axes in words, batch first, such as ``"batch heads key value"``.
         dtype: ``"float32"`` or ``"int64"``.
         initial: Constant that fills the tensor before the first token.
@@ -34,10 +39,19 @@ class StateSpec:
 
     kind: str
     layer: int | None
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     layout: str
     dtype: str = "float32"
     initial: float = 0.0
+
+    @property
+    def growing_axis(self) -> int | None:
+        """Axis, batch counted, that is one longer after every token; None: none is."""
+        return 1 + self.shape.index(GROWING) if GROWING in self.shape else None
+
+    def sized(self, past: int = 0) -> tuple[int, ...]:
+        """The shape, without batch, after so many tokens."""
+        return tuple(size if isinstance(size, int) else past for size in self.shape)
 
     @property
     def name(self) -> str:

@@ -106,4 +106,4 @@ class Buffers:
 
 def initial_state(spec: StateSpec, batch: int) -> State:
     """The array of one state before the first token."""
-    return np.full((batch, *spec.shape), spec.initial, np.dtype(spec.dtype))
+    return np.full((batch, *spec.sized()), spec.initial, np.dtype(spec.dtype))
