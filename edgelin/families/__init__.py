@@ -53,7 +53,7 @@ def find(values: Mapping[str, Any], where: str) -> ModuleType:
     found = modules().values()
     known = {name: module for module in found for name in module.MODEL_TYPES}
     model_type = values.get("model_type")
-    if model_type in known:
+    if isinstance(model_type, str) and model_type in known:
         return known[model_type]
     if model_type is None:
         for module in found:

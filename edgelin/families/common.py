@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,4 +82,67 @@ def head(
         tensors.ignore(name)
 
 
-__all__ = ["head", "layer_types", "rope", "stacked"]
+def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
+    """A tensor times a constant, in float32; a factor of 1 leaves it as it is stored."""
+    if isinstance(factor, float | int) and factor == 1:
+        return tensor
+    return tensor.float() * factor
+
+
+def step_limits(fields: Fields, name: str = "time_step_limit") -> dict[str, Any]:
+    """The limits of dt as options of our Mamba-2.
+
+    They are no initial values: ``time_step_min`` and ``time_step_max`` are those, and bound
+    nothing in the published models.
+    """
+    low, high = fields.take(name, (0.0, math.inf))
+    return {"min_dt": float(low), "max_dt": None if high == math.inf else float(high)}
+
+
+def mamba2(
+    tensors: Tensors,
+    prefix: str,
+    table: Mapping[str, Any],
+    *,
+    inputs: float = 1.0,
+    rows: float | Tensor = 1.0,
+    outputs: float = 1.0,
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of our Mamba-2 from the layout that all transformers families have.
+
+    ``in_proj`` holds the rows of the gate, of x, B, C and of the step; we keep the step in a
+    projection of its own, and its bias in ``dt_bias``.
+
+    Args:
+        tensors: Of the checkpoint.
+        prefix: Of the mixer's names.
+        table: The mixer's table.
+        inputs: Factor on what the mixer reads.
+        rows: Factor on what ``in_proj`` gives, bias included: a number, or one a row.
+        outputs: Factor on what the mixer gives.
+    """
+    heads = table["num_heads"]
+    projection = scaled(tensors(f"{prefix}in_proj.weight"), inputs)
+    each = rows[:, None] if isinstance(rows, Tensor) else rows
+    projection = scaled(projection, each)
+    yield "in_proj.weight", projection[:-heads]
+    yield "dt_proj.weight", projection[-heads:]
+    step = tensors(f"{prefix}dt_bias")
+    if table["bias"]:
+        bias = scaled(tensors(f"{prefix}in_proj.bias"), rows)
+        yield "in_proj.bias", bias[:-heads]
+        step = step.float() + bias[-heads:].float()
+    yield "dt_bias", step
+    yield "conv_weight", tensors(f"{prefix}conv1d.weight")[:, 0]
+    if table["conv_bias"]:
+        yield "conv_bias", tensors(f"{prefix}conv1d.bias")
+    for name in ("A_log", "D"):
+        yield name, tensors(f"{prefix}{name}")
+    if table["norm"] != "none":
+        yield "norm.weight", tensors(f"{prefix}norm.weight")
+    yield "out_proj.weight", scaled(tensors(f"{prefix}out_proj.weight"), outputs)
+    if table["out_bias"]:
+        yield "out_proj.bias", scaled(tensors(f"{prefix}out_proj.bias"), outputs)
+
+
+__all__ = ["head", "layer_types", "mamba2", "rope", "scaled", "stacked", "step_limits"]

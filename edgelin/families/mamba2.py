@@ -1,36 +1,48 @@
-"""Mamba-2 in the layout of transformers (``mamba2``: mamba2-130m-hf to 2.7b, Codestral-Mamba).
+"""Mamba-2: transformers' layout (``mamba2``: Codestral-Mamba, ``-hf`` folders) and the original.
 
-A layer is a norm and a mixer, nothing follows it. ``in_proj`` holds the rows of the gate, of x, B,
-C and of the step; we keep the step in a projection of its own.
+A layer is a norm and a mixer, nothing follows it. The original folders (``mamba2-130m`` to ``2.7b``
+of ``state-spaces``) have no ``model_type``, other names of sizes, a vocabulary that is padded to a
+multiple, and in ``ssm_cfg`` the keys of the mixer's class.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
+from edgelin.families.common import head, mamba2, step_limits
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
 MODEL_TYPES = ("mamba2",)
 
 
+def matches(values: Mapping[str, Any]) -> bool:
+    """Whether a config without ``model_type`` is of the original code, with Mamba-2 in it."""
+    own = values.get("ssm_cfg")
+    return "d_model" in values and isinstance(own, Mapping) and own.get("layer") == "Mamba2"
+
+
 def read(fields: Fields) -> tuple[ModelConfig, object]:
     """Sizes, and the function that yields our parameters."""
-    hidden = fields.take("hidden_size")
+    original = not fields.has("model_type")
+    config = _original(fields) if original else _transformers(fields)
+    embedding = "backbone.embedding.weight" if original else "backbone.embeddings.weight"
+    return config, lambda tensors: _weights(tensors, config, embedding)
+
+
+def _transformers(fields: Fields) -> ModelConfig:
+    """Sizes from the keys of transformers."""
     fields.expect("hidden_act", "silu", "swish")
-    fields.expect("use_bias", False)
-    fields.expect("use_conv_bias", True)
     fields.expect("rms_norm", True)
-    low, high = fields.take("time_step_limit", (0.0, math.inf))
-    if low > 0 or high < math.inf:
-        fields.expect("time_step_limit")
-    fields.ignore(
-        "residual_in_fp32", "rescale_prenorm_residual", "chunk_size", "expand",
-        "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "norm_before_gate",
+    fields.ignore(  # initial values, precisions, and an order of norm and gate that nothing reads
+        "residual_in_fp32", "rescale_prenorm_residual", "chunk_size", "time_step_rank",
+        "time_step_min", "time_step_max", "time_step_floor", "time_step_scale",
+        "time_step_init_scheme", "norm_before_gate",
     )  # fmt: skip
+    hidden, bias = fields.take("hidden_size"), fields.take("use_bias", False)
     table = {
         "type": "mamba2",
         "num_heads": fields.take("num_heads"),
@@ -38,35 +50,77 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
         "state_size": fields.take("state_size"),
         "num_groups": fields.take("n_groups"),
         "conv_size": fields.take("conv_kernel"),
+        "norm": "after_gate",
+        "bias": bias,
+        "out_bias": bias,
+        "conv_bias": fields.take("use_conv_bias", True),
+        **step_limits(fields),
     }
-    config = ModelConfig(
+    fields.expect("expand", table["num_heads"] * table["head_dim"] / hidden)
+    return ModelConfig(
         hidden_size=hidden,
         intermediate_size=0,
         layers=("mamba",) * fields.take("num_hidden_layers"),
         mixers={"mamba": table},
         vocab_size=fields.take("vocab_size"),
         tie_word_embeddings=fields.take("tie_word_embeddings", False),
-        rms_norm_eps=fields.take("layer_norm_epsilon"),
+        rms_norm_eps=fields.take("layer_norm_epsilon", 1e-5),
     )
-    return config, lambda tensors: _weights(tensors, config)
 
 
-def _weights(tensors: Tensors, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _original(fields: Fields) -> ModelConfig:
+    """Sizes from the keys of the original code; an absent one has the default of its class."""
+    fields.expect("d_intermediate", 0)
+    fields.expect("attn_layer_idx", [])
+    fields.ignore("attn_cfg", "residual_in_fp32", "fused_add_norm")
+    hidden = fields.take("d_model")
+    multiple = fields.take("pad_vocab_size_multiple", 8)
+    own = fields.nested("ssm_cfg")
+    own.ignore(  # initial values and forms of the computation
+        "layer", "chunk_size", "use_mem_eff_path", "conv_init", "A_init_range", "dt_min", "dt_max",
+        "dt_init_floor", "sequence_parallel",
+    )  # fmt: skip
+    inner, head_dim = own.take("expand", 2) * hidden, own.take("headdim", 64)
+    own.expect("d_ssm", inner)
+    own.expect("D_has_hdim", False)
+    own.expect("rmsnorm", True)
+    bias = own.take("bias", False)
+    table = {
+        "type": "mamba2",
+        "num_heads": inner // head_dim,
+        "head_dim": head_dim,
+        "state_size": own.take("d_state", 128),
+        "num_groups": own.take("ngroups", 1),
+        "conv_size": own.take("d_conv", 4),
+        "norm": "before_gate" if own.take("norm_before_gate", False) else "after_gate",
+        "bias": bias,
+        "out_bias": bias,
+        "conv_bias": own.take("conv_bias", True),
+        **step_limits(own, "dt_limit"),
+    }
+    own.finish()
+    return ModelConfig(
+        hidden_size=hidden,
+        intermediate_size=0,
+        layers=("mamba",) * fields.take("n_layer"),
+        mixers={"mamba": table},
+        vocab_size=-(-fields.take("vocab_size") // multiple) * multiple,
+        tie_word_embeddings=fields.take("tie_embeddings", True),
+        rms_norm_eps=1e-5,
+        norm="rms" if fields.take("rms_norm", True) else "layer",
+    )
+
+
+def _weights(tensors: Tensors, config: ModelConfig, embedding: str) -> Iterator[tuple[str, Tensor]]:
     """Our parameters in order."""
-    yield "embedding.weight", tensors("backbone.embeddings.weight")
-    heads = config.mixers["mamba"]["num_heads"]
+    parts = ("weight",) if config.norm == "rms" else ("weight", "bias")
+    yield "embedding.weight", tensors(embedding)
     for i in range(len(config.layers)):
         theirs, ours = f"backbone.layers.{i}.", f"blocks.{i}."
-        yield f"{ours}mixer_norm.weight", tensors(f"{theirs}norm.weight")
-        rows = tensors(f"{theirs}mixer.in_proj.weight")
-        yield f"{ours}mixer.in_proj.weight", rows[:-heads]
-        yield f"{ours}mixer.dt_proj.weight", rows[-heads:]
-        yield f"{ours}mixer.conv_weight", tensors(f"{theirs}mixer.conv1d.weight")[:, 0]
-        yield f"{ours}mixer.conv_bias", tensors(f"{theirs}mixer.conv1d.bias")
-        for name in ("dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"):
-            yield f"{ours}mixer.{name}", tensors(f"{theirs}mixer.{name}")
-    yield "norm.weight", tensors("backbone.norm_f.weight")
-    if not config.tie_word_embeddings:
-        yield "head.weight", tensors("lm_head.weight")
-    elif tensors.has("lm_head.weight"):
-        tensors.ignore("lm_head.weight")
+        for part in parts:
+            yield f"{ours}mixer_norm.{part}", tensors(f"{theirs}norm.{part}")
+        for name, tensor in mamba2(tensors, f"{theirs}mixer.", config.mixers["mamba"]):
+            yield f"{ours}mixer.{name}", tensor
+    for part in parts:
+        yield f"norm.{part}", tensors(f"backbone.norm_f.{part}")
+    yield from head(tensors, config.tie_word_embeddings)
