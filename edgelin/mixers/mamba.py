@@ -5,10 +5,12 @@
 
 Every channel has N states and a step dt of its own; B and C are shared by all channels. A is
 -exp(A_log), real; B is discretised by Euler's rule, dt B, as in the paper's code (its eq. 4 has
-the zero-order hold, which is the same to first order in dt).
+the zero-order hold, which is the same to first order in dt). Large models have an RMSNorm on each
+of d, B and C, without which the loss spikes.
 
-Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
-arXiv:2312.00752, algorithm 2, sections 3.4 to 3.6 (A_n = -n, "S4D-Real"; dt of low rank).
+Sources: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
+arXiv:2312.00752, algorithm 2, sections 3.4 to 3.6 (A_n = -n, "S4D-Real"; dt of low rank). Norms:
+Lieber et al. 2024, "Jamba", arXiv:2403.19887, section 6.4.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from edgelin.errors import EdgelinError
 from edgelin.initial import step_bias
-from edgelin.layers import at_least_float32
+from edgelin.layers import RMSNorm, at_least_float32
 from edgelin.mixers import check_sizes
 from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.diagonal import diagonal
@@ -38,18 +41,28 @@ class Config:
         dt_rank: Inner width of the two projections that make dt (None: hidden size / 16, rounded
             up).
         conv_size: Taps of the short convolution, at least 2.
+        bias: Whether the projections from and to the stream have a bias.
+        conv_bias: Whether the convolution has one.
+        inner_norm_eps: Of the norms of d, B and C; 0: there are none.
     """
 
     inner_size: int
     state_size: int = 16
     dt_rank: int | None = None
     conv_size: int = 4
+    bias: bool = False
+    conv_bias: bool = True
+    inner_norm_eps: float = 0.0
 
     def __post_init__(self) -> None:
         check_sizes(self, "inner_size", "state_size")
         check_sizes(self, "conv_size", least=2)
         if self.dt_rank is not None:
             check_sizes(self, "dt_rank")
+        if not 0 <= self.inner_norm_eps < 1:
+            raise EdgelinError(
+                f"inner_norm_eps is {self.inner_norm_eps}; give 0 for no norms, or a number below 1"
+            )
 
 
 class Mixer(nn.Module):
@@ -68,19 +81,24 @@ class Mixer(nn.Module):
         inner, size = config.inner_size, config.state_size
         rank = config.dt_rank or math.ceil(hidden_size / 16)
         self.sizes = [rank, size, size]
-        self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
+        self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=config.bias)
         bound = config.conv_size**-0.5
         self.conv_weight = nn.Parameter(
             torch.empty(inner, config.conv_size).uniform_(-bound, bound)
         )
-        self.conv_bias = nn.Parameter(torch.empty(inner).uniform_(-bound, bound))
+        conv_bias = nn.Parameter(torch.empty(inner).uniform_(-bound, bound))
+        self.conv_bias = conv_bias if config.conv_bias else None
         self.x_proj = nn.Linear(inner, sum(self.sizes), bias=False)
+        if config.inner_norm_eps:
+            self.dt_norm, self.b_norm, self.c_norm = (
+                RMSNorm(width, config.inner_norm_eps) for width in self.sizes
+            )
         self.dt_proj = nn.Linear(rank, inner)
         n = torch.arange(1, size + 1, dtype=torch.float32)
         self.A_log = nn.Parameter(n.log().repeat(inner, 1))
         self.A_log.no_weight_decay = True  # type: ignore[attr-defined]
         self.D = nn.Parameter(torch.ones(inner))
-        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=config.bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -109,6 +127,8 @@ class Mixer(nn.Module):
             u, self.conv_weight, self.conv_bias, state[conv_name], activation="silu"
         )
         low, b, c = self.x_proj(u).split(self.sizes, dim=-1)
+        if self.config.inner_norm_eps:
+            low, b, c = self.dt_norm(low), self.b_norm(b), self.c_norm(c)
         # The bias comes after the cast: beside it, bfloat16 would round small steps away.
         dt = at_least_float32(F.linear(low, self.dt_proj.weight))
         dt = F.softplus(dt + at_least_float32(self.dt_proj.bias))
