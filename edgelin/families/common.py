@@ -40,7 +40,12 @@ def layer_types(fields: Fields, words: Mapping[str, str], default: Sequence[str]
 
 
 def rope(
-    fields: Fields, head_dim: int, *, theta: float = 10000.0, partial: float = 1.0
+    fields: Fields,
+    head_dim: int,
+    *,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    harmless: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Rotation as options of our attention, from ``rope_parameters`` or the older keys.
 
@@ -49,6 +54,7 @@ def rope(
         head_dim: Width of a head.
         theta: The family's base where the config has none.
         partial: The family's share of a head that is rotated.
+        harmless: Keys of ``rope_parameters`` that change nothing in this family.
 
     Raises:
         EdgelinError: The frequencies are scaled.
@@ -63,6 +69,7 @@ def rope(
         inner.expect("type", "default")
         theta = inner.take("rope_theta", theta)
         partial = inner.take("partial_rotary_factor", partial)
+        inner.ignore(*harmless)
         inner.finish()
     return {"rope_theta": float(theta), "rotary_dim": int(head_dim * partial)}
 
@@ -73,13 +80,31 @@ def stacked(tensors: Tensors, *names: str) -> Tensor:
 
 
 def head(
-    tensors: Tensors, tied: bool, *, name: str = "lm_head.weight"
+    tensors: Tensors,
+    tied: bool,
+    *,
+    name: str = "lm_head.weight",
+    embedding: str = "model.embed_tokens.weight",
 ) -> Iterator[tuple[str, Tensor]]:
-    """The head's weight, unless it is the embedding's, of which a file may hold a copy."""
+    """The head's weight, unless it is the embedding's, of which a file may hold a copy.
+
+    Raises:
+        EdgelinError: They are said to be one, and the file holds two.
+    """
     if not tied:
         yield "head.weight", tensors(name)
-    elif tensors.has(name):
-        tensors.ignore(name)
+    elif tensors.has(name) and not torch.equal(tensors(name), tensors(embedding)):
+        raise EdgelinError(
+            f"{tensors.where}: {name} is not {embedding}, though the config ties them; set "
+            f"tie_word_embeddings to false in config.json if the head is one of its own"
+        )
+
+
+def gated_mlp(tensors: Tensors, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of our gated MLP from ``gate_proj``, ``up_proj`` and ``down_proj``."""
+    both = stacked(tensors, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+    yield "gate_up_proj.weight", both
+    yield "down_proj.weight", tensors(f"{prefix}down_proj.weight")
 
 
 def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
@@ -97,6 +122,19 @@ def step_limits(fields: Fields, name: str = "time_step_limit") -> dict[str, Any]
     """
     low, high = fields.take(name, (0.0, math.inf))
     return {"min_dt": float(low), "max_dt": None if high == math.inf else float(high)}
+
+
+def mamba(tensors: Tensors, prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of our Mamba, but for its norms, from the layout that all its families have."""
+    for name in ("in_proj", "out_proj"):
+        yield f"{name}.weight", tensors(f"{prefix}{name}.weight")
+        if table["bias"]:
+            yield f"{name}.bias", tensors(f"{prefix}{name}.bias")
+    yield "conv_weight", tensors(f"{prefix}conv1d.weight")[:, 0]
+    if table["conv_bias"]:
+        yield "conv_bias", tensors(f"{prefix}conv1d.bias")
+    for name in ("x_proj.weight", "dt_proj.weight", "dt_proj.bias", "A_log", "D"):
+        yield name, tensors(f"{prefix}{name}")
 
 
 def mamba2(
@@ -145,4 +183,85 @@ def mamba2(
         yield "out_proj.bias", scaled(tensors(f"{prefix}out_proj.bias"), outputs)
 
 
-__all__ = ["head", "layer_types", "mamba2", "rope", "scaled", "stacked", "step_limits"]
+def mamba2_table(fields: Fields, inner: int) -> dict[str, Any]:
+    """Our Mamba-2 from the keys ``mamba_*``, which several hybrids have.
+
+    Args:
+        fields: Of the config.
+        inner: Channels of all heads.
+    """
+    heads = fields.take("mamba_n_heads")
+    head_dim = fields.take("mamba_d_head", "auto")
+    bias = fields.take("mamba_proj_bias", False)
+    fields.ignore("mamba_chunk_size")
+    return {
+        "type": "mamba2",
+        "num_heads": heads,
+        "head_dim": inner // heads if head_dim == "auto" else head_dim,
+        "state_size": fields.take("mamba_d_state"),
+        "num_groups": fields.take("mamba_n_groups", 1),
+        "conv_size": fields.take("mamba_d_conv", 4),
+        "norm": "after_gate",
+        "bias": bias,
+        "out_bias": bias,
+        "conv_bias": fields.take("mamba_conv_bias", True),
+        **step_limits(fields),
+    }
+
+
+def attention_table(fields: Fields) -> dict[str, Any]:
+    """Sizes of attention over all tokens; how it rotates is to be added."""
+    heads = fields.take("num_attention_heads")
+    bias = fields.take("attention_bias", False)
+    return {
+        "type": "attention",
+        "num_heads": heads,
+        "num_kv_heads": fields.take("num_key_value_heads", heads),
+        "head_dim": fields.take("head_dim", fields.take("hidden_size") // heads),
+        "window": 0,
+        "bias": bias,
+        "out_bias": bias,
+    }
+
+
+def attention(
+    tensors: Tensors,
+    prefix: str,
+    table: Mapping[str, Any],
+    *,
+    inputs: float = 1.0,
+    queries: float = 1.0,
+    keys: float = 1.0,
+    outputs: float = 1.0,
+) -> Iterator[tuple[str, Tensor]]:
+    """Projections of our attention from those of queries, keys, values and outputs.
+
+    Args:
+        tensors: Of the checkpoint.
+        prefix: Of the mixer's names.
+        table: The mixer's table.
+        inputs: Factor on what the mixer reads.
+        queries: Factor on queries.
+        keys: Factor on keys.
+        outputs: Factor on what the mixer gives.
+    """
+    rows = {"q": queries, "k": keys, "v": 1.0}
+    for part in ("weight", "bias") if table["bias"] else ("weight",):
+        own = [scaled(tensors(f"{prefix}{n}_proj.{part}"), f) for n, f in rows.items()]
+        yield f"qkv_proj.{part}", scaled(torch.cat(own), inputs if part == "weight" else 1.0)
+    for part in ("weight", "bias") if table["out_bias"] else ("weight",):
+        yield f"out_proj.{part}", scaled(tensors(f"{prefix}o_proj.{part}"), outputs)
+
+
+__all__ = [
+    "attention",
+    "attention_table",
+    "head",
+    "layer_types",
+    "mamba2",
+    "mamba2_table",
+    "rope",
+    "scaled",
+    "stacked",
+    "step_limits",
+]

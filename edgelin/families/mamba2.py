@@ -123,4 +123,4 @@ def _weights(tensors: Tensors, config: ModelConfig, embedding: str) -> Iterator[
             yield f"{ours}mixer.{name}", tensor
     for part in parts:
         yield f"norm.{part}", tensors(f"backbone.norm_f.{part}")
-    yield from head(tensors, config.tie_word_embeddings)
+    yield from head(tensors, config.tie_word_embeddings, embedding=embedding)
