@@ -9,6 +9,10 @@ and, where there are checkpoints whose config has no ``model_type``, a third::
 
     matches(values: Mapping[str, Any]) -> bool
 
+or, where there are ``.pth`` files without any config, one that makes it from names and shapes::
+
+    describe(tensors: Tensors) -> dict[str, Any] | None
+
 ``read`` turns the keys of ``config.json`` into our sizes and mixers, and gives a function that
 yields our parameters, one by one, from the tensors of the checkpoint. Constant factors (multipliers
 of the stream, scales of attention, "1 + weight" norms) are folded into the weights there. Every key
@@ -66,4 +70,22 @@ def find(values: Mapping[str, Any], where: str) -> ModuleType:
     )
 
 
-__all__ = ["Fields", "ModelConfig", "Tensors", "Weights", "find", "modules"]
+def describe(tensors: Tensors) -> dict[str, Any]:
+    """The keys of a ``config.json`` for a checkpoint that has none.
+
+    Raises:
+        EdgelinError: No family knows such tensors.
+    """
+    found = [m for m in modules().values() if hasattr(m, "describe")]
+    for module in found:
+        values: dict[str, Any] | None = module.describe(tensors)
+        if values is not None:
+            return values
+    known = ", ".join(name for module in found for name in module.MODEL_TYPES)
+    raise EdgelinError(
+        f"{tensors.where} has no config.json, and its tensors are of no family that needs none "
+        f"({known}); add config.json"
+    )
+
+
+__all__ = ["Fields", "ModelConfig", "Tensors", "Weights", "describe", "find", "modules"]

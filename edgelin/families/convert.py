@@ -28,7 +28,7 @@ def convert(
     """Write a foreign checkpoint in our own format.
 
     Args:
-        folder: Local folder in the Hugging Face shape.
+        folder: Local folder in the Hugging Face shape, or with a ``.pth`` file of RWKV.
         out: Folder to fill; made if missing.
         progress: Is told the numbers of every tensor that is written.
 
@@ -39,13 +39,12 @@ def convert(
         EdgelinError: No family reads it, or something in it is not understood.
     """
     folder, out = Path(folder), Path(out)
-    values = read_json(folder / "config.json")
+    values, where = _config(folder)
     if "quantization_config" in values:
         raise EdgelinError(
             f"{folder} is a quantised checkpoint (quantization_config); take the one in bfloat16, "
             f"float16 or float32, `edgelin export` quantises it"
         )
-    where = str(folder / "config.json")
     family = families.find(values, where)
     fields = Fields(values, where)
     config: ModelConfig
@@ -62,12 +61,30 @@ def convert(
 def own(folder: Path) -> Iterator[Path]:
     """The folder itself if it is a checkpoint of ours, else a temporary one converted from it."""
     path = folder / "config.json"
-    if not path.is_file() or read_json(path).get("model_type") == checkpoints.MODEL_TYPE:
+    bare = not path.is_file() and not list(folder.glob("*.pth"))
+    if bare or (path.is_file() and read_json(path).get("model_type") == checkpoints.MODEL_TYPE):
         yield folder  # what is wrong with it, reading it as ours will say
         return
     with tempfile.TemporaryDirectory(prefix="edgelin-") as temporary:
         convert(folder, temporary)
         yield Path(temporary)
+
+
+def _config(folder: Path) -> tuple[dict[str, Any], str]:
+    """The keys of ``config.json`` and where they are from: its path, or that of a ``.pth`` file.
+
+    Raises:
+        EdgelinError: There is none, or several files without one.
+    """
+    path, files = folder / "config.json", sorted(folder.glob("*.pth"))
+    if path.is_file() or not files:
+        return read_json(path), str(path)
+    if len(files) > 1:
+        raise EdgelinError(
+            f"{folder} has several .pth files and no config.json; keep one model in a folder: "
+            f"{', '.join(file.name for file in files[:3])}"
+        )
+    return families.describe(Tensors(folder)), str(files[0])
 
 
 def read_json(path: Path) -> dict[str, Any]:

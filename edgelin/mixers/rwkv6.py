@@ -41,16 +41,16 @@ class Config(HeadSizes):
     Args:
         mix_rank: Inner width of the projections that make each mixture.
         decay_rank: Inner width of the projections that make the decay.
-        out_norm_eps: Added to the variance of o / sqrt(K) in the output norm; None: the model's.
+        norm_eps: Added to the variance of o / sqrt(K) in the output norm; None: the model's.
     """
 
     mix_rank: int = 32
     decay_rank: int = 64
-    out_norm_eps: float | None = None
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_eps(self, "out_norm_eps")
+        check_eps(self, "norm_eps")
 
 
 class Mixer(nn.Module):
@@ -78,7 +78,7 @@ class Mixer(nn.Module):
         self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
         self.r_proj = nn.Linear(hidden_size, key_size, bias=False)
         self.gate_proj = nn.Linear(hidden_size, value_size, bias=False)
-        eps = norm_eps if config.out_norm_eps is None else config.out_norm_eps
+        eps = norm_eps if config.norm_eps is None else config.norm_eps
         self.norm = HeadLayerNorm(config.num_heads, config.value_dim, eps)
         self.out_proj = nn.Linear(value_size, hidden_size, bias=False)
         for parameter in (self.mix_out, self.mix_bias, self.bonus):

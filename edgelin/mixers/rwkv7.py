@@ -42,7 +42,7 @@ class Config(HeadSizes):
         beta_rank: The same of a, the rate at which a token overwrites.
         value_rank: The same of the share of the first layer's values.
         gate_rank: The same of the output gate.
-        out_norm_eps: Added to the variance in the output norm; None: 1e-5 V, the published code's.
+        norm_eps: Added to the variance in the output norm; None: 1e-5 V, the published code's.
         key_norm_eps: Added to the sum of squares where kk is normalised.
     """
 
@@ -50,12 +50,12 @@ class Config(HeadSizes):
     beta_rank: int = 64
     value_rank: int = 32
     gate_rank: int = 128
-    out_norm_eps: float | None = None
+    norm_eps: float | None = None
     key_norm_eps: float = 1e-12
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("out_norm_eps", "key_norm_eps"):
+        for name in ("norm_eps", "key_norm_eps"):
             check_eps(self, name)
 
 
@@ -89,7 +89,7 @@ class Mixer(nn.Module):
         self.k_k = nn.Parameter(torch.empty(key_size))
         self.k_a = nn.Parameter(torch.empty(key_size))
         self.r_k = nn.Parameter(torch.empty(config.num_heads, config.key_dim))
-        eps = config.value_dim * 1e-5 if config.out_norm_eps is None else config.out_norm_eps
+        eps = config.value_dim * 1e-5 if config.norm_eps is None else config.norm_eps
         self.norm = HeadLayerNorm(config.num_heads, config.value_dim, eps)
         self.out_proj = nn.Linear(value_size, hidden_size, bias=False)
         for parameter in (self.mix, self.r_k):

@@ -53,11 +53,16 @@ def rounded(model: Any, dtype: torch.dtype) -> Any:
 def save(model: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write the folder that a user would have, with a small tokenizer."""
     copy.deepcopy(model).to(dtype).save_pretrained(folder)
-    words = {"<|end|>": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    tokenizer.add_special_tokens(["<|end|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer(folder)
     return folder
+
+
+def tokenizer(folder: Path) -> None:
+    """Write a small tokenizer."""
+    words = {"<|end|>": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    made.add_special_tokens(["<|end|>"])
+    made.save(str(folder / "tokenizer.json"))
 
 
 def ids(batch: int, time: int) -> Tensor:

@@ -11,7 +11,7 @@ from loops.common import EPS, LINEAR, Arrays, heads_of, matrix, sigmoid
 CASES: dict[str, dict[str, Any]] = {
     "rwkv6": {"type": "rwkv6", **LINEAR, "mix_rank": 3, "decay_rank": 4}
 }
-CASES["rwkv6, own eps"] = {**CASES["rwkv6"], "out_norm_eps": 0.3}
+CASES["rwkv6, own eps"] = {**CASES["rwkv6"], "norm_eps": 0.3}
 
 
 def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
@@ -30,7 +30,7 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
         o = np.einsum("bhk,bhkv->bhv", r, s + u[:, :, None] * write) / c.key_dim**0.5
         s = heads_of(np.exp(-np.exp(d)), c.num_heads)[..., None] * s + write
         o = (o - o.mean(-1, keepdims=True)) / np.sqrt(
-            o.var(-1, keepdims=True) + (c.out_norm_eps or EPS)
+            o.var(-1, keepdims=True) + (c.norm_eps or EPS)
         )
         o = o.reshape(len(o), -1) * matrix(m, "norm.weight") + matrix(m, "norm.bias")
         gate = xg @ matrix(m, "gate_proj.weight").T

@@ -18,7 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
         "gate_rank": 7,
     }
 }
-CASES["rwkv7, own eps"] = {**CASES["rwkv7"], "out_norm_eps": 0.3, "key_norm_eps": 0.2}
+CASES["rwkv7, own eps"] = {**CASES["rwkv7"], "norm_eps": 0.3, "key_norm_eps": 0.2}
 
 
 def low_rank(m: Any, x: np.ndarray, name: str, inner: Any = None) -> np.ndarray:
@@ -57,7 +57,7 @@ def loop(
         outputs.append(np.einsum("bhkv,bhk->bhv", s, r[:, t]))
     o = np.stack(outputs, axis=1)
     o = o - o.mean(-1, keepdims=True)
-    eps = c.out_norm_eps or c.value_dim * 1e-5
+    eps = c.norm_eps or c.value_dim * 1e-5
     o = o / np.sqrt((o**2).mean(-1, keepdims=True) + eps)
     o = o.reshape(*x.shape[:2], -1) * matrix(m, "norm.weight") + matrix(m, "norm.bias")
     bonus = (r * k * matrix(m, "r_k")).sum(-1, keepdims=True) * v
