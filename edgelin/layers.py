@@ -1,4 +1,4 @@
-"""Layers that are no mixer: norms, gated MLP, token shift, rotary position, ``keep_last``.
+"""Layers that are no mixer: norms, token shift, rotary position, ``keep_last``.
 
 Norms and angles are computed in float32 or better, whatever the dtype of the stream.
 """
@@ -141,29 +141,6 @@ class HeadLayerNorm(nn.Module):
         return y.to(x.dtype)
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), "SwiGLU" (Shazeer 2020, arXiv:2002.05202, eq. 6).
-
-    Gate and up are one projection, so that a step reads x once.
-    """
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def state_specs(self) -> list[StateSpec]:
-        """None."""
-        return []
-
-    def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map `[..., hidden_size]` to the same shape, with the arguments of a mixer."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up), {}
-
-
 class FeatureProjection(nn.Module):
     """Features into the stream: proj((x - mean) * scale).
 
@@ -287,7 +264,6 @@ def _keep_last_fake(hidden: Tensor) -> Tensor:
 
 __all__ = [
     "FeatureProjection",
-    "GatedMLP",
     "GatedRMSNorm",
     "GroupedGatedRMSNorm",
     "HeadLayerNorm",

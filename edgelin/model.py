@@ -21,14 +21,8 @@ from torch.nn import functional as F
 from edgelin import mixers
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.layers import (
-    FeatureProjection,
-    GatedMLP,
-    LayerNorm,
-    RMSNorm,
-    keep_last,
-    running_mean,
-)
+from edgelin.layers import FeatureProjection, LayerNorm, RMSNorm, keep_last, running_mean
+from edgelin.mixers import mlp, parallel
 from edgelin.state import StateSpec
 
 _INIT_STD = 0.02
@@ -50,10 +44,12 @@ class Block(nn.Module):
         self.mixer_norm = norm(config)
         self.mixer: Any = _branch(config, config.layers[layer], layer)
         after = config.mlps[layer] if config.mlps else ""
-        if after or (config.intermediate_size and not config.mlps):
+        if after:
+            self.mlp_norm, self.mlp = norm(config), _branch(config, after, layer)
+        elif config.intermediate_size and not config.mlps:
+            gated = mlp.Config(config.intermediate_size)
             self.mlp_norm = norm(config)
-            gated = GatedMLP(config.hidden_size, config.intermediate_size) if not after else None
-            self.mlp: Any = gated or _branch(config, after, layer)
+            self.mlp = mlp.Mixer(gated, config.hidden_size, layer, config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def branches(self) -> list[Any]:
@@ -136,9 +132,10 @@ def _most_in_blocks(config: ModelConfig) -> int:
     total = 0
     for name in (*config.layers, *filter(None, config.mlps)):
         _, own = mixers.read_config(config.mixers[name], where=f"model.mixers.{name}")
-        sizes = [v for v in dataclasses.asdict(own).values() if isinstance(v, int)]
-        mixer = math.prod(max(4, size) for size in sizes)
-        total += config.hidden_size * (3 * config.intermediate_size + config.hidden_size + mixer)
+        for part in own.configs() if isinstance(own, parallel.Config) else [own]:
+            sizes = [v for v in dataclasses.asdict(part).values() if isinstance(v, int)]
+            total += config.hidden_size * math.prod(max(4, size) for size in sizes)
+        total += config.hidden_size * (3 * config.intermediate_size + config.hidden_size)
     return total
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from edgelin.errors import EdgelinError
 
 _MOST_WORDS = 1 << 20
-_MOST_WIDTH = 1 << 20
+MOST_WIDTH = 1 << 20
 _MOST_LAYERS = 1024
 _TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 HEADS = ("step", "sequence")
@@ -55,8 +55,8 @@ class FeatureConfig:
     labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_range("model.features.size", self.size, 1, _MOST_WIDTH)
-        check_range("model.features.outputs", self.outputs, 1, _MOST_WIDTH)
+        check_range("model.features.size", self.size, 1, MOST_WIDTH)
+        check_range("model.features.outputs", self.outputs, 1, MOST_WIDTH)
         for name, allowed in (("head", HEADS), ("task", TASKS)):
             if getattr(self, name) not in allowed:
                 raise EdgelinError(
@@ -116,8 +116,8 @@ class ModelConfig:
                 "model has both vocab_size and features; a stream is tokens or measurements: "
                 "leave one out"
             )
-        check_range("model.hidden_size", self.hidden_size, 1, _MOST_WIDTH)
-        check_range("model.intermediate_size", self.intermediate_size, 0, _MOST_WIDTH)
+        check_range("model.hidden_size", self.hidden_size, 1, MOST_WIDTH)
+        check_range("model.intermediate_size", self.intermediate_size, 0, MOST_WIDTH)
         if not 0 < self.rms_norm_eps < 1:
             raise EdgelinError(
                 f"model.rms_norm_eps is {self.rms_norm_eps}; it must be above 0 and below 1"

@@ -1,9 +1,9 @@
 """Granite 4.0 (``granitemoehybrid``): Mamba-2 with a few layers of attention, or attention alone.
 
-Every layer is a mixer and a gated MLP. Four factors scale the stream and are folded into weights:
-``embedding_multiplier``, ``residual_multiplier`` on what every branch adds, ``attention_multiplier``
-in the place of 1 / sqrt(head_dim), and ``logits_scaling``, a divisor. The H models know no positions
-(``nope``), the others rotate.
+Every layer is a mixer and a gated MLP. Four factors are folded into weights: that of the embedding,
+``residual_multiplier`` on what every branch adds, ``attention_multiplier`` in the place of
+1 / sqrt(head_dim), and ``logits_scaling``, a divisor. The H models know no positions (``nope``),
+the others rotate.
 """
 
 from __future__ import annotations
