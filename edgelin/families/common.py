@@ -161,8 +161,12 @@ def mamba2(
     """
     heads = table["num_heads"]
     projection = scaled(tensors(f"{prefix}in_proj.weight"), inputs)
-    each = rows[:, None] if isinstance(rows, Tensor) else rows
-    projection = scaled(projection, each)
+    if isinstance(rows, Tensor) and len(rows) != len(projection):
+        raise EdgelinError(
+            f"{tensors.where}: {prefix}in_proj.weight has {len(projection)} rows, the config makes "
+            f"it {len(rows)}; config.json and the weights do not belong together"
+        )
+    projection = scaled(projection, rows[:, None] if isinstance(rows, Tensor) else rows)
     yield "in_proj.weight", projection[:-heads]
     yield "dt_proj.weight", projection[-heads:]
     step = tensors(f"{prefix}dt_bias")
