@@ -31,8 +31,11 @@ Choices = dict[str, dict[str, list[Any]]]  # label, kernel, [key, configuration]
 
 
 def is_installed() -> bool:
-    """Whether fla can be imported."""
-    return importlib.util.find_spec("fla") is not None
+    """Whether fla can be imported; says so where it can't."""
+    found = importlib.util.find_spec("fla") is not None
+    if not found:
+        print("fla is not installed: its rows are left out")
+    return found
 
 
 def allow() -> None:
