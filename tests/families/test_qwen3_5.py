@@ -90,10 +90,11 @@ def test_a_model_of_text_and_pictures(tmp_path: Path, tied: bool) -> None:
     oracle.check_torch(theirs, folder)
 
 
-def test_older_spellings(tmp_path: Path) -> None:
-    theirs = model(rope_parameters=ROPE)
+@pytest.mark.parametrize("share", [0.5, None])
+def test_older_spellings(tmp_path: Path, share: float | None) -> None:
+    theirs = model(rope_parameters={**ROPE, "partial_rotary_factor": share or 0.25})
     folder = oracle.save(theirs, tmp_path / "m")
-    old = {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "full_attention_interval": 2}
+    old = {"rope_theta": 1e6, "partial_rotary_factor": share, "full_attention_interval": 2}
     rewrite(folder, rope_parameters=None, layer_types=None, **old)
     oracle.check_torch(theirs, folder)
 

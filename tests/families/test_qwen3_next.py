@@ -1,0 +1,100 @@
+"""Qwen3-Next checkpoints without experts beside transformers' own class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+from edgelin.errors import EdgelinError
+from edgelin.families.convert import convert
+
+SIZES = {
+    "vocab_size": oracle.VOCABULARY, "hidden_size": 32, "intermediate_size": 40,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3, "full_attention_interval": 2,
+    "num_experts": 0,
+}  # fmt: skip
+# The norm behind the recurrence makes noise of small outputs, in the oracle's chunks too.
+SCALE = 0.5
+
+
+def model(**changes: Any) -> Any:
+    """A tiny random model: a layer of Gated DeltaNet, then one of attention."""
+    config = Qwen3NextConfig(**{**SIZES, **changes})
+    return oracle.randomise(Qwen3NextForCausalLM(config), scale=SCALE)
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change keys of the config; None takes one away."""
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits(tmp_path: Path, dtype: torch.dtype) -> None:
+    theirs = oracle.rounded(model(), dtype)
+    folder = oracle.save(theirs, tmp_path / "m", dtype)
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "mtp.fc.weight": torch.ones(2)}, path, metadata={"format": "pt"})
+    ours = oracle.check_torch(theirs, folder)
+    if dtype == torch.float32:
+        oracle.check_graphs(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "tie_word_embeddings": True, "linear_num_value_heads": 2},
+        {"num_experts": 4, "mlp_only_layers": [0, 1]},
+        {"num_experts": 4, "decoder_sparse_step": 3},
+    ],
+    ids=str,
+)
+def test_switches(tmp_path: Path, changes: dict[str, Any]) -> None:
+    theirs = model(**changes)
+    oracle.check_torch(theirs, oracle.save(theirs, tmp_path / "m"))
+
+
+def test_older_spellings(tmp_path: Path) -> None:
+    theirs = model(rope_parameters={"rope_type": "default", "rope_theta": 1e7})
+    folder = oracle.save(theirs, tmp_path / "m")
+    old = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "full_attention_interval": 2}
+    rewrite(folder, rope_parameters=None, layer_types=None, **old)
+    oracle.check_torch(theirs, folder)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_experts": 4, "mlp_only_layers": [0]}, "num_experts is 4; supported: 0, or"),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, "num_experts is 4; supported: 0, or"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu', 'swish'"),
+        ({"expert_gain": 8}, "has 'expert_gain', which this family does not know"),
+    ],
+    ids=str,
+)
+def test_what_is_not_computed_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = oracle.save(model(), tmp_path / "m")
+    rewrite(folder, **changes)
+    with pytest.raises(EdgelinError, match=message):
+        convert(folder, tmp_path / "own")
+
+
+def test_a_stray_tensor_is_refused(tmp_path: Path) -> None:
+    folder = oracle.save(model(), tmp_path / "m")
+    path = folder / "model.safetensors"
+    stray = {"model.layers.1.mlp.gate.weight": torch.ones(4, 32)}
+    save_file({**load_file(path), **stray}, path, metadata={"format": "pt"})
+    with pytest.raises(EdgelinError, match=r"holds model\.layers\.1\.mlp\.gate\.weight"):
+        convert(folder, tmp_path / "own")
