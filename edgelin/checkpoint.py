@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -86,14 +85,6 @@ def write(
     }
     _write_json(folder / "config.json", header | to_dict(config))
     _write_weights(folder, tensors, shard_bytes)
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy what a checkpoint has of a tokenizer and of settings for generation."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        if (source / name).is_file():
-            with replacing(folder / name) as part:
-                shutil.copyfile(source / name, part)
 
 
 def _write_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, content: str) -> None:

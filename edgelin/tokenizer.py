@@ -26,7 +26,14 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from edgelin.errors import EdgelinError
 
 END = "<|end|>"
-_END_NAMES = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_END_NAMES = (
+    END,
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|rwkv_tokenizer_end_of_text|>",
+    "</s>",
+    "<eos>",
+)
 _PIECE = 1 << 16  # characters: big enough to hide the cost of a call, small enough to share out
 _BATCH = 128  # pieces handed to the thread pool at once
 _SAMPLE = 48 << 20  # characters that BPE training reads at most
@@ -34,6 +41,17 @@ _WORD_START = re.compile(r"[ \n](?=[^\s<])")  # not before <|end|>: blanks next 
 _DOCUMENT_START = re.compile(re.escape(END))
 
 Tokenizer = Any  # tokenizers.Tokenizer, which carries no types
+
+
+def _byte_symbols() -> dict[int, str]:
+    """Every byte to the printable character by which GPT-2's byte-level BPE writes it."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {byte: chr(256 + index) for index, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | shifted
+
+
+BYTE_SYMBOLS = _byte_symbols()
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:

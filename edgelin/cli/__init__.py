@@ -24,6 +24,8 @@ _EXTRAS = {
     "onnx": "export",
     "onnx_ir": "export",
     "onnxscript": "export",
+    "sentencepiece": "export",
+    "google": "export",
     "triton": "train",
     "matplotlib": "plot",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ from torch import Tensor
 from edgelin import checkpoint as checkpoints
 from edgelin import families
 from edgelin.errors import EdgelinError
-from edgelin.families.reading import Fields, Tensors
+from edgelin.families import tokenizers
+from edgelin.families.reading import Fields, Tensors, read_json
 from edgelin.model import SequenceModel
 from edgelin.model_config import ModelConfig
 
@@ -53,7 +53,7 @@ def convert(
     tensors = Tensors(folder, getattr(family, "SKIP", r"(?!)"))
     checkpoints.write(out, config, _checked(config, weights(tensors), progress), SHARD_BYTES)
     tensors.finish()
-    checkpoints.copy_tokenizer(folder, out)
+    tokenizers.convert(folder, out, values)
     return config
 
 
@@ -85,22 +85,6 @@ def _config(folder: Path) -> tuple[dict[str, Any], str]:
             f"{', '.join(file.name for file in files[:3])}"
         )
     return families.describe(Tensors(folder)), str(files[0])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; a bare Infinity, which hub files have, is one.
-
-    Raises:
-        EdgelinError: It cannot be read, or is no object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise EdgelinError(f"{path} cannot be read: {reason}; copy the checkpoint again") from error
-    if not isinstance(values, dict):
-        raise EdgelinError(f"{path} is no JSON object; copy the checkpoint again")
-    return values
 
 
 def _checked(

@@ -29,6 +29,22 @@ _INDEX = "model.safetensors.index.json"
 _UNSUPPORTED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; a bare Infinity, which hub files have, is one.
+
+    Raises:
+        EdgelinError: It cannot be read, or is no object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EdgelinError(f"{path} cannot be read: {reason}; copy the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise EdgelinError(f"{path} is no JSON object; copy the checkpoint again")
+    return values
+
+
 class Fields:
     """The keys of a ``config.json``.
 
@@ -223,4 +239,4 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-__all__ = ["Fields", "Tensors"]
+__all__ = ["Fields", "Tensors", "read_json"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgelin.errors import EdgelinError
-from edgelin.tokenizer import load
+from edgelin.tokenizer import BYTE_SYMBOLS, load
 
 
 def check_unicode(text: str) -> None:
@@ -37,7 +37,7 @@ class TextCodec:
     Bytes, not text, because a byte-level token may hold a part of a character.
 
     Args:
-        path: A ``tokenizer.json`` whose decoder is ByteLevel, or Metaspace with ByteFallback.
+        path: A ``tokenizer.json`` whose decoder is ByteLevel, ByteFallback or Metaspace.
         vocab_size: Rows of the model's embedding; ids of the tokenizer must lie below it.
 
     Attributes:
@@ -55,9 +55,10 @@ class TextCodec:
                 "the tokenizer belongs to another model"
             )
         decoder = description["decoder"]
-        if not _uses(decoder, "ByteLevel") and not _uses(decoder, "ByteFallback"):
+        if not any(_uses(decoder, kind) for kind in ("ByteLevel", "ByteFallback", "Metaspace")):
             raise EdgelinError(
-                f"{path} has a decoder that is not known; ByteLevel or ByteFallback is needed"
+                f"{path} has a decoder that is not known; ByteLevel, ByteFallback or Metaspace is "
+                f"needed"
             )
         to_bytes = _byte_level if _uses(decoder, "ByteLevel") else _metaspace
         added = {entry["id"]: entry for entry in description["added_tokens"]}
@@ -168,15 +169,7 @@ def _uses(decoder: Any, kind: str) -> bool:
     )
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The printable character by which GPT-2's byte-level BPE writes each byte, to that byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | shifted
-
-
-_ALPHABET = _byte_alphabet()
+_ALPHABET = {symbol: byte for byte, symbol in BYTE_SYMBOLS.items()}
 
 
 def _byte_level(token: str) -> bytes:

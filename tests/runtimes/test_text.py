@@ -117,7 +117,7 @@ def test_metaspace_with_byte_fallback(tmp_path: Path) -> None:
 
 def test_unknown_decoder_is_refused(tmp_path: Path) -> None:
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "t.json"))
-    with pytest.raises(EdgelinError, match="ByteLevel or ByteFallback is needed"):
+    with pytest.raises(EdgelinError, match="ByteFallback or Metaspace is needed"):
         TextCodec(tmp_path / "t.json", 10)
 
 
