@@ -2,6 +2,10 @@
 
     elu       elu(x) + 1                        Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7
     identity  x                                 signed: needs an output norm
+    relu      max(x, 0)                         Kasai et al. 2021, "Finetuning pretrained
+                                                transformers into RNNs", arXiv:2103.13076, eq. 2
+    product   (W_1 x + b_1) * (W_2 x + b_2)     signed; the flash-linear-attention code, whose
+              learned, a head each              HadamardFeatureMap all heads share
     favor     exp(W^T x - |x|^2 / 2)            Choromanski et al. 2020, "Rethinking attention with
               for exp(q . k)                    Performers", arXiv:2009.14794, lemma 1, section 2.4
     taylor    1, x, x x^T packed, for           Arora et al. 2024, "Based", arXiv:2402.18668,
@@ -61,6 +65,15 @@ class Elu(FeatureMap):
     def forward(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`FeatureMap.forward`."""
         q, k = (F.elu(qk) + 1).chunk(2, dim=2)
+        return q, k
+
+
+class Relu(FeatureMap):
+    """max(x, 0), in the dtype of the stream."""
+
+    def forward(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`FeatureMap.forward`."""
+        q, k = F.relu(qk).chunk(2, dim=2)
         return q, k
 
 
@@ -173,7 +186,33 @@ class Hedgehog(FeatureMap):
         return q, k
 
 
-NAMES = ("elu", "identity", "favor", "taylor", "hedgehog")
+class Product(FeatureMap):
+    """The product of two learned affine maps for the queries and keys of each head; F = K.
+
+    Args:
+        num_heads: H.
+        width: K.
+    """
+
+    signed = True
+
+    def __init__(self, num_heads: int, width: int) -> None:
+        super().__init__(width)
+        bound = width**-0.5  # as torch.nn.Linear
+        self.weight = nn.Parameter(
+            torch.empty(2 * num_heads, width, 2 * width).uniform_(-bound, bound)
+        )
+        self.bias = nn.Parameter(torch.empty(2 * num_heads, 1, 2 * width).uniform_(-bound, bound))
+
+    def map(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`FeatureMap.map`."""
+        both = torch.matmul(qk.transpose(1, 2), self.weight) + self.bias
+        first, second = both.chunk(2, dim=-1)
+        q, k = (first * second).transpose(1, 2).chunk(2, dim=2)
+        return q, k
+
+
+NAMES = ("elu", "identity", "relu", "product", "favor", "taylor", "hedgehog")
 
 
 def build(name: str, *, num_heads: int, width: int, num_features: int | None) -> FeatureMap:
@@ -192,6 +231,10 @@ def build(name: str, *, num_heads: int, width: int, num_features: int | None) ->
         return Elu(width)
     if name == "identity":
         return Identity(width)
+    if name == "relu":
+        return Relu(width)
+    if name == "product":
+        return Product(num_heads, width)
     if name == "favor":
         return Favor(width, num_features or 4 * width)
     if name == "taylor":

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.recurrences.exporting import is_exporting
-from edgelin.state import StateSpec
 
 # A tensor, because torch's exporter stores a Python number in float32 beside float64 operands.
 _TURN = torch.tensor(2 * math.pi, dtype=torch.float64)
@@ -46,6 +45,8 @@ class RMSNorm(nn.Module):
 class GatedRMSNorm(nn.Module):
     """RMSNorm(x) * silu(gate): what linear mixers put between the recurrence and ``out_proj``.
 
+    Without a gate it is the norm alone.
+
     Args:
         size: Length of the last axis (one head's values).
         eps: Added to the mean square.
@@ -55,10 +56,10 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         self.norm = RMSNorm(size, eps)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """Normalise and gate `[..., size]`; ``gate`` has the shape of ``x``."""
-        y: Tensor = self.norm(x) * F.silu(gate)
-        return y
+        y: Tensor = self.norm(x)
+        return y if gate is None else y * F.silu(gate)
 
 
 class GroupedGatedRMSNorm(nn.Module):

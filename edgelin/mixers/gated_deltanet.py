@@ -15,6 +15,7 @@ arXiv:2411.12537, section 4.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,8 @@ from edgelin.state import StateSpec
 
 
 @dataclass(frozen=True)
-class Config(HeadSizes):
-    """Sizes of the mixer.
+class DeltaSizes(HeadSizes):
+    """Sizes of every mixer with this delta rule.
 
     Args:
         conv_size: Taps of the short convolution, at least 2.
@@ -63,6 +64,17 @@ class Config(HeadSizes):
         return self.num_key_heads or self.num_heads
 
 
+@dataclass(frozen=True)
+class Config(DeltaSizes):
+    """Sizes of the mixer.
+
+    Args:
+        output_gate: Whether the output norm is gated.
+    """
+
+    output_gate: bool = True
+
+
 class Mixer(nn.Module):
     """Gated DeltaNet (``decays``), or DeltaNet without the decay; KDA puts in its own gates.
 
@@ -74,6 +86,7 @@ class Mixer(nn.Module):
     """
 
     decays = True
+    config: Any  # of the type of the module's Config
 
     def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
         super().__init__()
@@ -92,7 +105,7 @@ class Mixer(nn.Module):
 
     def _gate_size(self) -> int:
         """Columns of the output gate in ``qkv_gate_proj``."""
-        return self.value_size
+        return self.value_size if self.config.output_gate else 0
 
     def _add_gates(self, hidden_size: int, norm_eps: float) -> None:
         """Parameters of :meth:`_gates` and :meth:`_gated_norm`."""
@@ -119,7 +132,9 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         conv_name, recurrent_name = f"conv.{self.layer}", f"recurrent.{self.layer}"
-        qkv, gate = self.qkv_gate_proj(x).split([self.conv_channels, self.gate_size], dim=-1)
+        qkv, gate = self.qkv_gate_proj(x), None
+        if self.gate_size:
+            qkv, gate = qkv.split([self.conv_channels, self.gate_size], dim=-1)
         qkv, conv = short_convolution(
             qkv, self.conv_weight, None, state[conv_name], activation="silu"
         )
@@ -134,9 +149,9 @@ class Mixer(nn.Module):
             recurrent_name: recurrent,
         }
 
-    def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+    def _gated_norm(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """The outputs `[B, T, H, V]`, normalised and gated."""
-        y: Tensor = self.norm(o, gate.unflatten(-1, o.shape[-2:]))
+        y: Tensor = self.norm(o, None if gate is None else gate.unflatten(-1, o.shape[-2:]))
         return y
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.layers import RMSNorm, at_least_float32
-from edgelin.mixers import HeadSizes
+from edgelin.mixers import HeadSizes, check_eps
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
 
@@ -35,12 +35,15 @@ class Config(HeadSizes):
     Args:
         lower_bound: Initial lower bound of the forget gates, in [0, 1); the paper's is about
             i / L in layer i = 0, 1, ... of L.
+        norm_eps: Added to the mean square in the output norm; None: the model's.
     """
 
     lower_bound: float = 0.0
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_eps(self, "norm_eps")
         if not 0 <= self.lower_bound < 1:
             raise EdgelinError(
                 f"lower_bound is {self.lower_bound}; give a number from 0 to below 1"
@@ -68,7 +71,7 @@ class Mixer(nn.Module):
         if bound > 0:
             logit = math.log(bound) - math.log1p(-bound)
             self.lower_bound_logit = nn.Parameter(torch.full((key_size,), logit))
-        self.norm = RMSNorm(value_size, norm_eps)
+        self.norm = RMSNorm(value_size, config.norm_eps or norm_eps)
         self.out_proj = nn.Linear(value_size, hidden_size, bias=False)
 
     def state_specs(self) -> list[StateSpec]:

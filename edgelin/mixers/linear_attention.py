@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from edgelin import feature_maps
 from edgelin.errors import EdgelinError
 from edgelin.layers import RMSNorm
-from edgelin.mixers import HeadSizes, check_sizes
+from edgelin.mixers import HeadSizes, check_eps, check_sizes
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.linear import linear
 from edgelin.recurrences.linear.bidirectional import bidirectional
@@ -37,16 +37,19 @@ class FeatureSizes(HeadSizes):
         feature_map: One of ``edgelin.feature_maps.NAMES``.
         num_features: Random features of "favor"; None: 4 K.
         normalize: "z", the sum of the weights, or "rms", an output norm a head.
+        norm_eps: Added to the mean square in that norm; None: the model's.
     """
 
     feature_map: str = "elu"
     num_features: int | None = None
     normalize: str = "z"
+    norm_eps: float | None = None
 
     causal = True
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "key_dim", "value_dim")
+        check_eps(self, "norm_eps")
         if self.num_features is not None:
             check_sizes(self, "num_features")
             if self.feature_map != "favor":
@@ -111,7 +114,7 @@ class Mixer(nn.Module):
         self.qkv_proj = nn.Linear(hidden_size, sum(self.sizes), bias=False)
         self.feature_map = config.features()
         if config.normalize == "rms":
-            self.norm = RMSNorm(config.value_dim, norm_eps)
+            self.norm = RMSNorm(config.value_dim, config.norm_eps or norm_eps)
         self.out_proj = nn.Linear(self.sizes[1], hidden_size, bias=False)
 
     def state_specs(self) -> list[StateSpec]:

@@ -26,7 +26,14 @@ _THETA = 10000.0
 
 @dataclass(frozen=True)
 class Config(HeadSizes):
-    """Sizes of the mixer; key_dim is even."""
+    """Sizes of the mixer; key_dim is even.
+
+    Args:
+        rope: Whether the angles are those of RoPE, theta_i = 10000^(-2 i / K), as in the
+            flash-linear-attention code, and not the paper's.
+    """
+
+    rope: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +86,8 @@ class Mixer(nn.Module):
     def _frequencies(self, device: torch.device) -> Tensor:
         """theta, `[K / 2]` float64."""
         half = self.config.key_dim // 2
-        exponents = torch.arange(half, dtype=torch.float64, device=device) / max(half - 1, 1)
+        last = half if self.config.rope else max(half - 1, 1)
+        exponents = torch.arange(half, dtype=torch.float64, device=device) / last
         return torch.pow(_THETA, -exponents)
 
     def _log_decay(self, like: Tensor) -> Tensor:

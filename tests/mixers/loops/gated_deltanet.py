@@ -26,7 +26,8 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
     groups = c.num_key_heads or c.num_heads
     keys, values = groups * c.key_dim, c.num_heads * c.value_dim
     both = x @ matrix(m, "qkv_gate_proj.weight").T
-    qkv, tail = convolved(m, both[..., :-values], state["conv.3"])
+    gated = c.output_gate
+    qkv, tail = convolved(m, both[..., :-values] if gated else both, state["conv.3"])
     qkv = qkv * sigmoid(qkv)
     parts = (*np.split(qkv, [keys, 2 * keys], axis=-1), both[..., -values:])
     q, k, v, gate = map(heads_of, parts, (groups, groups, c.num_heads, c.num_heads))
@@ -40,6 +41,6 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
         decay = np.exp(-np.exp(matrix(m, "A_log")) * step)
     o, s = memory(q / c.key_dim**0.5, k, v, decay[..., None], state["recurrent.3"], beta=beta)
     o = o / np.sqrt((o**2).mean(-1, keepdims=True) + (c.norm_eps or EPS))
-    o = o * matrix(m, "norm.norm.weight") * gate * sigmoid(gate)
+    o = o * matrix(m, "norm.norm.weight") * (gate * sigmoid(gate) if gated else 1)
     y = o.reshape(*x.shape[:2], -1) @ matrix(m, "out_proj.weight").T
     return y, {"conv.3": tail, "recurrent.3": s}

@@ -10,7 +10,7 @@ from loops.common import EPS, LINEAR, Arrays, heads_of, matrix, memory, sigmoid
 
 CASES: dict[str, dict[str, Any]] = {
     "hgrn2": {"type": "hgrn2", **LINEAR},
-    "hgrn2, lower bound": {"type": "hgrn2", **LINEAR, "lower_bound": 0.4},
+    "hgrn2, lower bound": {"type": "hgrn2", **LINEAR, "lower_bound": 0.4, "norm_eps": 0.1},
 }
 
 
@@ -23,5 +23,5 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
     q, k, v, decay = (heads_of(a, c.num_heads) for a in parts)
     o, s = memory(q / c.key_dim**0.5, k, v, decay, state["recurrent.3"])
     o = o.reshape(*o.shape[:2], -1)
-    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + EPS) * matrix(m, "norm.weight")
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + (c.norm_eps or EPS)) * matrix(m, "norm.weight")
     return o @ matrix(m, "out_proj.weight").T, {"recurrent.3": s}

@@ -11,6 +11,7 @@ from loops.common import EPS, LINEAR, Arrays, convolved, heads_of, matrix, memor
 CASES: dict[str, dict[str, Any]] = {
     "kda": {"type": "kda", **LINEAR, "conv_size": 3},
     "kda, a key head for two": {"type": "kda", **LINEAR, "num_key_heads": 1},
+    "kda, lower bound": {"type": "kda", **LINEAR, "lower_bound": -3.0},
 }
 
 
@@ -26,8 +27,11 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
     q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
     gates = x @ matrix(m, "beta_decay_proj.weight").T
     step = gates[..., c.num_heads :] @ matrix(m, "decay_out_proj.weight").T
-    step = heads_of(np.logaddexp(0, step + matrix(m, "dt_bias")), c.num_heads)
-    decay = np.exp(-np.exp(matrix(m, "A_log"))[:, None] * step)
+    step, rate = heads_of(step + matrix(m, "dt_bias"), c.num_heads), np.exp(matrix(m, "A_log"))
+    if c.lower_bound is None:
+        decay = np.exp(-rate[:, None] * np.logaddexp(0, step))
+    else:
+        decay = np.exp(c.lower_bound * sigmoid(rate[:, None] * step))
     beta = sigmoid(gates[..., : c.num_heads])
     o, s = memory(q / c.key_dim**0.5, k, v, decay, state["recurrent.3"], beta=beta)
     o = o / np.sqrt((o**2).mean(-1, keepdims=True) + EPS) * matrix(m, "norm.weight")

@@ -12,6 +12,8 @@ BASE = {"type": "linear_attention", **LINEAR}
 CASES: dict[str, dict[str, Any]] = {
     "linear_attention": BASE,
     "linear_attention, identity": {**BASE, "feature_map": "identity", "normalize": "rms"},
+    "linear_attention, relu": {**BASE, "feature_map": "relu", "normalize": "rms", "norm_eps": 0.1},
+    "linear_attention, product": {**BASE, "feature_map": "product", "normalize": "rms"},
     "linear_attention, favor": {**BASE, "feature_map": "favor", "num_features": 9},
     "linear_attention, taylor": {**BASE, "feature_map": "taylor"},
     "linear_attention, hedgehog": {**BASE, "feature_map": "hedgehog", "normalize": "rms"},
@@ -46,9 +48,20 @@ def hedgehog(m: Any, *qk: np.ndarray) -> Any:
     return out
 
 
+def product(m: Any, *qk: np.ndarray) -> Any:
+    out = []
+    weights, biases = (np.split(matrix(m, f"feature_map.{n}"), 2) for n in ("weight", "bias"))
+    for x, w, b in zip(qk, weights, biases, strict=True):
+        both = np.einsum("bthk,hkd->bthd", x, w) + b[:, 0]
+        out.append(both[..., : x.shape[-1]] * both[..., x.shape[-1] :])
+    return out
+
+
 MAPS = {
     "elu": lambda _, *qk: [np.where(a > 0, a + 1, np.exp(a)) for a in qk],
     "identity": lambda _, *qk: qk,
+    "relu": lambda _, *qk: [np.maximum(a, 0) for a in qk],
+    "product": product,
     "favor": favor,
     "taylor": taylor,
     "hedgehog": hedgehog,
@@ -85,5 +98,9 @@ def loop(
         o = o / (den + 1e-6)
         after["normalizer.3"] = z[..., 0]
     else:
-        o = o / np.sqrt((o**2).mean(-1, keepdims=True) + EPS) * matrix(m, "norm.weight")
+        o = (
+            o
+            / np.sqrt((o**2).mean(-1, keepdims=True) + (c.norm_eps or EPS))
+            * matrix(m, "norm.weight")
+        )
     return o.reshape(*x.shape[:2], -1) @ matrix(m, "out_proj.weight").T, after

@@ -8,7 +8,10 @@ import numpy as np
 
 from loops.common import LINEAR, Arrays, gated_output, heads_of, matrix, memory, turned
 
-CASES: dict[str, dict[str, Any]] = {"retention": {"type": "retention", **LINEAR}}
+CASES: dict[str, dict[str, Any]] = {
+    "retention": {"type": "retention", **LINEAR},
+    "retention, rope": {"type": "retention", **LINEAR, "rope": True},
+}
 
 
 def loop(m: Any, x: np.ndarray, state: Arrays, position: np.ndarray) -> Any:
@@ -17,7 +20,7 @@ def loop(m: Any, x: np.ndarray, state: Arrays, position: np.ndarray) -> Any:
     parts = np.split(x @ matrix(m, "qkv_gate_proj.weight").T, np.cumsum(sizes), axis=-1)
     q, k, v, gate = (heads_of(a, c.num_heads) for a in parts)
     tokens = position[:, None] + np.arange(x.shape[1])
-    theta = 10000.0 ** -np.linspace(0, 1, c.key_dim // 2)
+    theta = 10000.0 ** -np.linspace(0, 1, c.key_dim // 2, endpoint=not c.rope)
     q, k = turned(q, tokens, theta), turned(k, tokens, theta)
     gamma = 1 - 2.0 ** (-5 - np.arange(c.num_heads))
     decay = np.broadcast_to(gamma[:, None], (*x.shape[:2], c.num_heads, 1))
