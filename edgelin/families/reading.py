@@ -61,6 +61,10 @@ class Fields:
         """Whether the key is there and not null."""
         return self._values.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Whether the key is there and null, where that says something."""
+        return name in self._values and self._values[name] is None
+
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """The value of a key; a missing or null one is the default.
 
