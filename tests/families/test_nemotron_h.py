@@ -1,0 +1,142 @@
+"""Nemotron-H checkpoints beside transformers' own class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import NemotronHConfig, NemotronHForCausalLM
+
+from edgelin import checkpoint as checkpoints
+from edgelin.errors import EdgelinError
+from edgelin.families.convert import convert, read_json
+
+LAYERS = ["mamba", "mlp", "attention", "mlp"]
+FREE = (0.0, float("inf"))
+
+
+def model(limit: tuple[float, float] = FREE, **changes: Any) -> Any:
+    """A tiny random model; two groups, heads that are not hidden / heads wide.
+
+    transformers' full pass takes ``time_step_min`` for a bound of the step, which the models were
+    not trained with: it is given the limit that they were.
+    """
+    sizes = {
+        "vocab_size": oracle.VOCABULARY, "hidden_size": 32, "intermediate_size": 40,
+        "layers_block_type": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 12, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 10,
+        "n_groups": 2, "chunk_size": 16, "time_step_limit": limit, "tie_word_embeddings": False,
+    }  # fmt: skip
+    theirs = oracle.randomise(NemotronHForCausalLM(NemotronHConfig(**{**sizes, **changes})))
+    bound(theirs, limit)
+    return theirs
+
+
+def bound(theirs: Any, limit: tuple[float, float]) -> None:
+    """Set what bounds dt in a full pass."""
+    for layer in theirs.model.layers:
+        if layer.block_type == "linear_attention":
+            layer.mixer.time_step_limit = limit
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change a config; None takes a key away."""
+    values = read_json(folder / "config.json") | changes
+    values = {name: value for name, value in values.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits(tmp_path: Path, dtype: torch.dtype) -> None:
+    theirs = oracle.rounded(model(use_bias=True, mlp_bias=True), dtype)
+    ours = oracle.check_torch(theirs, oracle.save(theirs, tmp_path / "m", dtype))
+    if dtype == torch.float32:
+        oracle.check_graphs(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_groups": 4, "layer_norm_epsilon": 1e-2},
+        {"use_conv_bias": False, "conv_kernel": 3},
+        {"limit": (0.5, 1.5)},
+        {"layers_block_type": ["full_attention", "linear_attention", "linear_attention"]},
+    ],
+    ids=str,
+)
+def test_switches(tmp_path: Path, changes: dict[str, Any]) -> None:
+    theirs = model(**changes)
+    oracle.check_torch(theirs, oracle.save(theirs, tmp_path / "m"))
+
+
+@torch.no_grad()
+def test_initial_values_of_the_step_bound_nothing(tmp_path: Path) -> None:
+    """The steps of transformers are ours; its full pass has a floor that the models have not."""
+    theirs = model(time_step_min=0.4, time_step_max=0.9)
+    convert(oracle.save(theirs, tmp_path / "m"), tmp_path / "own")
+    ours, _ = checkpoints.load(tmp_path / "own")
+    tokens = oracle.ids(3, 70)
+    first = theirs(tokens[:, :1], use_cache=True)
+    bound(theirs, (0.4, float("inf")))
+    logits, cache = [first.logits], first.cache
+    for token in tokens[:, 1:].split(1, dim=1):
+        out = theirs(token, cache=cache, use_cache=True)
+        logits, cache = [*logits, out.logits], out.cache
+    oracle.near(ours(tokens)[0], torch.cat(logits, 1), 1e-4, "steps")
+    assert (oracle.full(theirs, tokens) - ours(tokens)[0]).abs().max() > 0.01
+
+
+def test_a_pattern_and_other_names_of_older_configs(tmp_path: Path) -> None:
+    theirs = model()
+    folder = oracle.save(theirs, tmp_path / "m")
+    rewrite(
+        folder, layers_block_type=None, hybrid_override_pattern="M-*-", num_hidden_layers=4,
+        head_dim=None, attention_head_dim=12, n_groups=None, mamba_n_groups=2, conv_kernel=None,
+        mamba_d_conv=4, use_conv_bias=None, mamba_conv_bias=True, norm_eps=1e-5, expand=2,
+        rms_norm_eps=1e-5, rope_theta=10000, partial_rotary_factor=1.0, mamba_dt_limit=[0.0, 9e9],
+        time_step_limit=None,
+    )  # fmt: skip
+    oracle.check_torch(theirs, folder)
+
+
+def test_names_of_the_class_and_drafts(tmp_path: Path) -> None:
+    """Tensors under transformers' own names, with a draft head that is left out."""
+    theirs = model()
+    folder = oracle.save(theirs, tmp_path / "m")
+    values = load_file(folder / "model.safetensors")
+    assert "backbone.layers.0.mixer.in_proj.weight" in values
+    values = {name.replace("backbone.", "model."): tensor for name, tensor in values.items()}
+    values["mtp.layers.0.norm.weight"] = torch.ones(32)
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    oracle.check_torch(theirs, folder)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"residual_scale": 2.0}, "'residual_scale', which this family does not know"),
+        ({"layers_block_type": ["mamba", "moe"] * 2}, "has 'moe'; .*experts are not supported"),
+        ({"layers_block_type": None}, "lacks the key 'layers_block_type'"),
+        ({"hybrid_override_pattern": "MMMM"}, "name different layers"),
+        ({"num_hidden_layers": 5}, "num_hidden_layers is 5; supported: 4"),
+        ({"attention_bias": True}, "attention_bias is True; supported: False"),
+        ({"sliding_window": 512}, "sliding_window is 512; supported: nothing"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; supported: 'relu2'"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06; supported: 1e-05"),
+        ({"use_bias": False}, r"holds .*\.layers\.0\.mixer\.in_proj\.bias"),
+        ({"mlp_bias": True}, r"lacks the tensor .*\.layers\.1\.mixer\.up_proj\.bias"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_is_not_understood_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = oracle.save(model(use_bias=True), tmp_path / "m")
+    rewrite(folder, **changes)
+    with pytest.raises(EdgelinError, match=message):
+        convert(folder, tmp_path / "own")
