@@ -32,7 +32,7 @@ _RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
 
 
 class Block(nn.Module):
-    """One layer: a mixer and what follows it, each behind a norm and added to the stream.
+    """One layer: a mixer and what follows it, each normalised and added to the stream.
 
     Args:
         config: The model's sizes.
@@ -41,15 +41,19 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.mixer_norm = norm(config)
         self.mixer: Any = _branch(config, config.layers[layer], layer)
         after = config.mlps[layer] if config.mlps else ""
         if after:
-            self.mlp_norm, self.mlp = norm(config), _branch(config, after, layer)
+            self.mlp = _branch(config, after, layer)
         elif config.intermediate_size and not config.mlps:
             gated = mlp.Config(config.intermediate_size)
-            self.mlp_norm = norm(config)
             self.mlp = mlp.Mixer(gated, config.hidden_size, layer, config.rms_norm_eps)
+        place = config.norm_places[layer] if config.norm_places else "before"
+        for name in ("mixer", "mlp")[: len(self.branches())]:
+            if place != "after":
+                setattr(self, f"{name}_norm", norm(config))
+            if place != "before":
+                setattr(self, f"{name}_post_norm", norm(config))
         self.dropout = nn.Dropout(config.dropout)
 
     def branches(self) -> list[Any]:
@@ -69,12 +73,12 @@ class Block(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Map the stream `[B, T, d]` with this layer's states and what the call shares."""
         after: dict[str, Tensor] = {}
-        for branch in self.branches():
-            normalise = self.mixer_norm if branch is self.mixer else self.mlp_norm
+        for name, branch in zip(("mixer", "mlp"), self.branches(), strict=False):
+            before, behind = (getattr(self, f"{name}_{k}", None) for k in ("norm", "post_norm"))
             extra = (shared,) if getattr(branch, "shares", False) else ()
             own = {spec.name: state[spec.name] for spec in branch.state_specs()}
-            y, own = branch(normalise(x), own, position, *extra)
-            x = x + self.dropout(y)
+            y, own = branch(before(x) if before else x, own, position, *extra)
+            x = x + self.dropout(behind(y) if behind else y)
             after |= own
         return x, after
 
@@ -111,7 +115,8 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
     if memory is None and numbers + _most_in_blocks(config) < _SURELY_FITS:
         return  # torch takes seconds to load what counts without memory
     with torch.device("meta"):  # sizes without memory
-        kinds = list(zip(config.layers, config.mlps or config.layers, strict=True))
+        sides = (config.mlps or config.layers, config.norm_places or config.layers)
+        kinds = list(zip(config.layers, *sides, strict=True))
         for kind in set(kinds):
             block = Block(config, kinds.index(kind))
             own = sum(p.numel() for p in block.parameters())

@@ -21,6 +21,7 @@ _TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 HEADS = ("step", "sequence")
 TASKS = ("classification", "regression")
 NORMS = ("rms", "layer")
+NORM_PLACES = ("before", "after", "both")
 
 
 def check_range(name: str, value: float, least: float, most: float | None = None) -> None:
@@ -84,6 +85,8 @@ class ModelConfig:
         mlps: For every layer the name in ``mixers`` of what follows its mixer, or "" for nothing;
             empty: a gated MLP of ``intermediate_size`` everywhere.
         norm: ``rms``, or ``layer`` for LayerNorm with a bias.
+        norm_places: For every layer where its branches are normalised: ``before``, ``after`` (what
+            they add to the stream) or ``both``; empty: before, everywhere.
         embedding_norm: Whether the embedding is normalised before the first layer.
         tie_word_embeddings: Whether the head shares the embedding matrix.
         rms_norm_eps: Added to the mean square (or the variance) in every norm.
@@ -102,6 +105,7 @@ class ModelConfig:
     dropout: float = 0.0
     mlps: tuple[str, ...] = ()
     norm: str = "rms"
+    norm_places: tuple[str, ...] = ()
     embedding_norm: bool = False
     logit_softcap: float = 0.0
 
@@ -126,6 +130,16 @@ class ModelConfig:
             raise EdgelinError(f"model.dropout is {self.dropout}; give 0 or more, and below 1")
         if self.norm not in NORMS:
             raise EdgelinError(f"model.norm is {self.norm!r}; allowed: {', '.join(NORMS)}")
+        for place in self.norm_places:
+            if place not in NORM_PLACES:
+                raise EdgelinError(
+                    f"model.norm_places has {place!r}; allowed: {', '.join(NORM_PLACES)}"
+                )
+        if self.norm_places and len(self.norm_places) != len(self.layers):
+            raise EdgelinError(
+                f"model.norm_places has {len(self.norm_places)} words for {len(self.layers)} "
+                f"layers; give one each, or leave it out"
+            )
         check_range("model.logit_softcap", self.logit_softcap, 0)
         for name, table in self.mixers.items():
             _check_mixer(f"model.mixers.{name}", table)

@@ -415,12 +415,37 @@ def test_mlps_name_what_follows_each_mixer() -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-9)
 
 
+def test_norms_stand_before_or_after_a_branch() -> None:
+    """Every place in one model, with norms that are not neutral."""
+    places = ("before", "after", "both")
+    config = dataclasses.replace(CONFIG, layers=("gla",) * 3, norm_places=places)
+    torch.manual_seed(0)
+    model = SequenceModel(config).eval().double()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + torch.rand(parameter.shape, generator=generator).double()
+    ids = tokens(2, 70)
+    x, after = model.embedding(ids), model.initial_state(2)
+    for block, place in zip(model.blocks, places, strict=True):
+        for name in ("mixer", "mlp"):
+            branch = getattr(block, name)
+            own = {s.name: after[s.name] for s in branch.state_specs()}
+            y = getattr(block, f"{name}_norm")(x) if place != "after" else x
+            y = branch(y, own, torch.zeros(2, dtype=torch.int64))[0]
+            x = x + (getattr(block, f"{name}_post_norm")(y) if place != "before" else y)
+    wanted = model.norm(x) @ model.embedding.weight.T
+    torch.testing.assert_close(model(ids)[0], wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"mlps": ["gla"]}, "model.mlps has 1 names for 7 layers"),
         ({"mlps": ["gla"] * 7}, "model.intermediate_size = 24 would not be used"),
         ({"mlps": ["nix"] * 7, "intermediate_size": 0}, "model.mlps names 'nix'"),
+        ({"norm_places": ["both"]}, "model.norm_places has 1 words for 7 layers"),
+        ({"norm_places": ["behind"] * 7}, "model.norm_places has 'behind'; allowed: before, after"),
         ({"norm": "batch"}, "model.norm is 'batch'; allowed: rms, layer"),
         ({"logit_softcap": -1.0}, "model.logit_softcap is -1.0; the least is 0"),
     ],

@@ -44,7 +44,9 @@ class Config:
         rope_theta: Base of the rotary frequencies.
         rotary_dim: Leading dimensions R of a head that are rotated, even; None: all, 0: none.
         qk_norm: Whether queries and keys are normalised, a head at a time, before the rotation.
-        gate: Whether the output of every head is multiplied by a sigmoid gate of the token.
+        gate: Whether the output of every head is multiplied by a sigmoid gate of the token, a
+            number a channel.
+        head_gate: The same with one number a head.
         bias: Whether the projection of queries, keys, values and gates has a bias.
         out_bias: Whether the output projection has one.
     """
@@ -58,6 +60,7 @@ class Config:
     rotary_dim: int | None = None
     qk_norm: bool = False
     gate: bool = False
+    head_gate: bool = False
     bias: bool = False
     out_bias: bool = False
 
@@ -122,6 +125,8 @@ class Mixer(nn.Module):
         c = config
         heads = c.num_heads * (1 + c.gate) + 2 * c.num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, heads * c.head_dim, bias=c.bias)
+        if c.head_gate:
+            self.gate_proj = nn.Linear(hidden_size, c.num_heads, bias=False)
         if c.qk_norm:
             self.q_norm = RMSNorm(c.head_dim, norm_eps)
             self.k_norm = RMSNorm(c.head_dim, norm_eps)
@@ -156,6 +161,8 @@ class Mixer(nn.Module):
             o, cache = self._attend_all(q, k, v, cache)
         if c.gate:
             o = o * torch.sigmoid(gate[0])
+        if c.head_gate:
+            o = o * torch.sigmoid(self.gate_proj(x)).transpose(1, 2)[..., None]
         y = self.out_proj(o.transpose(1, 2).flatten(-2))
         return y, dict(zip(names, cache, strict=True))
 

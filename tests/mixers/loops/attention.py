@@ -20,7 +20,12 @@ CASES: dict[str, dict[str, Any]] = {
         "attention, window 80, 5 sinks": {"window": 80, "sinks": 5, "num_kv_heads": 2, **_OPTIONS},
         "attention, all tokens": {"window": 0, "num_kv_heads": 2, "rope_theta": 500.0},
         "attention, all tokens, options": {"window": 0, "num_kv_heads": 4, **_OPTIONS},
-        "attention, all tokens, no rotation": {"window": 0, "num_kv_heads": 1, "rotary_dim": 0},
+        "attention, all tokens, no rotation": {
+            "window": 0,
+            "num_kv_heads": 1,
+            "rotary_dim": 0,
+            "head_gate": True,
+        },
     }.items()
 }
 
@@ -50,6 +55,8 @@ def loop(m: Any, x: np.ndarray, state: Arrays, position: np.ndarray) -> Any:
                 scores = np.exp(scores - scores.max())
                 outputs[b, t, h] = scores @ values[seen] / scores.sum()
         after["key.3"][b], after["value.3"][b] = (slots for slots, _ in row)
+    if c.head_gate:
+        gate = gate / (1 + np.exp(-x @ matrix(m, "gate_proj.weight").T))[..., None]
     y = (outputs * gate).reshape(*x.shape[:2], -1) @ matrix(m, "out_proj.weight").T
     y = y + (matrix(m, "out_proj.bias") if c.out_bias else 0)
     return y, {name: np.stack(rows) for name, rows in after.items()}
