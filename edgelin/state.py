@@ -15,11 +15,13 @@ all tokens is 0 long at first and one longer after every token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 GROWING = "past"
+_ITEM_BYTES = {"float32": 4, "int64": 8}
 _ATTENTION_CACHE = ("key", "value")
 
 
@@ -52,6 +54,15 @@ class StateSpec:
     def sized(self, past: int = 0) -> tuple[int, ...]:
         """The shape, without batch, after so many tokens."""
         return tuple(size if isinstance(size, int) else past for size in self.shape)
+
+    def num_bytes(self, past: int = 0) -> int:
+        """Size for one stream after so many steps."""
+        return math.prod(self.sized(past)) * _ITEM_BYTES[self.dtype]
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that every step adds for one stream; 0 for a state of fixed size."""
+        return 0 if self.growing_axis is None else self.num_bytes(1)
 
     @property
     def name(self) -> str:

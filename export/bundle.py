@@ -7,7 +7,6 @@ target is either complete and checked, or untouched.
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 import sys
 from dataclasses import dataclass
@@ -185,14 +184,15 @@ class _Export:
                 measured=measure(self.folder, key),
             )
         golden.write(self.folder, wanted, {key: found.model for key, found in reports.items()})
-        sizes = {"float32": 4, "int64": 8}
+        specs = self.model.state_specs()
         return Report(
             bundle=self.folder,
             profile=self.profile.name,
             layers=len(self.model.config.layers),
             unit=contract.signature(self.model.config)[0].unit,
             parameters=self.model.num_parameters(),
-            state_bytes=sum(math.prod(s.shape) * sizes[s.dtype] for s in self.model.state_specs()),
+            state_bytes=sum(spec.num_bytes() for spec in specs),
+            state_bytes_per_step=sum(spec.bytes_per_step for spec in specs),
             variants=reports,
         )
 

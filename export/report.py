@@ -55,7 +55,8 @@ class Report:
         layers: Layers of the model.
         unit: ``"token"`` or ``"step"``, what the measured speeds count.
         parameters: Trainable numbers of the model.
-        state_bytes: Size of a stream's state.
+        state_bytes: Size of a stream's state before the first step.
+        state_bytes_per_step: What every step adds to it; 0 where it is constant.
         variants: Name to what was found of it.
     """
 
@@ -65,6 +66,7 @@ class Report:
     unit: str
     parameters: int
     state_bytes: int
+    state_bytes_per_step: int
     variants: dict[str, VariantReport]
 
     def failures(self) -> list[str]:
@@ -95,6 +97,7 @@ class Report:
             "layers": self.layers,
             "parameters": self.parameters,
             "state_bytes": self.state_bytes,
+            "state_bytes_per_step": self.state_bytes_per_step,
             "failures": self.failures(),
             "variants": {name: asdict(variant) for name, variant in self.variants.items()},
         }
@@ -109,7 +112,8 @@ class Report:
         """What a terminal shows: a line a variant, and where the rest stands."""
         lines = [
             f"{self.bundle}: profile {self.profile}, {self.parameters:,} parameters, "
-            f"{self.state_bytes / 1e6:.2f} MB of state a stream"
+            f"{self.state_bytes / 1e6:.2f} MB of state a stream",
+            *(f"  {line}" for line in self._growth()),
         ]
         for name, variant in self.variants.items():
             here = variant.measured
@@ -129,6 +133,7 @@ class Report:
             f"state a stream; edgelin {__version__}, onnxruntime {onnxruntime.__version__}, "
             f"{platform.machine()}.",
             "",
+            *(f"{line}\n" for line in self._growth()),
             f"| variant | MB | nodes | a layer | load s | RSS MB | decode {self.unit}s/s "
             f"| prefill {self.unit}s/s |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -154,6 +159,15 @@ class Report:
             nodes = ", ".join(f"{n} {count}" for n, count in variant.nodes.items())
             lines += [f"Nodes of {name}: {nodes}.", ""]
         return "\n".join(lines)
+
+    def _growth(self) -> list[str]:
+        """The honest line of a model whose state grows."""
+        if not self.state_bytes_per_step:
+            return []
+        return [
+            f"Not constant memory: the state grows by {self.state_bytes_per_step:,} bytes a "
+            f"{self.unit}, and the time of a {self.unit} with it."
+        ]
 
     def _size_row(self, name: str, variant: VariantReport) -> str:
         count, here = sum(variant.nodes.values()), variant.measured

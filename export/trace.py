@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import onnx
@@ -25,15 +25,15 @@ from edgelin.errors import EdgelinError
 from edgelin.export.contract import signature
 from edgelin.export.passes.lower_recurrences import DOMAIN, OPERATORS
 from edgelin.recurrences import CHUNK
-from edgelin.state import StateSpec
+from edgelin.state import GROWING, StateSpec
 
 if TYPE_CHECKING:
-    from edgelin.model import SequenceModel
+    from edgelin.model import Block, SequenceModel
 
 # The newest opset that torch writes correctly; RMSNormalization (23) stays one node in it.
 TRACE_OPSET = 23
-# Unequal and unlike any width, so that the exporter cannot confuse the two symbolic axes.
-_EXAMPLE_BATCH, _EXAMPLE_TIME = 2, 3
+# Unequal and unlike any width, so that the exporter cannot confuse the symbolic axes.
+_EXAMPLE_BATCH, _EXAMPLE_TIME, _EXAMPLE_PAST = 2, 3, 5
 _ATTRIBUTE_TYPES = {
     "float": onnx.defs.OpSchema.AttrType.FLOAT,
     "int": onnx.defs.OpSchema.AttrType.INT,
@@ -55,27 +55,27 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK) -> ir.Model:
         parameter names.
 
     Raises:
-        EdgelinError: An attention window is shorter than ``max_time``.
+        EdgelinError: A mixer has no form to export, such as a window shorter than a call.
     """
     specs = model.state_specs()
-    _check_windows(specs, max_time)
-    states = model.initial_state(_EXAMPLE_BATCH, "cpu")
+    _check_mixers(model)
     source, output = signature(model.config)
     steps = np.zeros((_EXAMPLE_BATCH, _EXAMPLE_TIME, *source.step), source.dtype)
     batch = torch.export.Dim("batch", min=1, max=2**20)
+    past = torch.export.Dim(GROWING, min=0, max=2**31)
     time = torch.export.Dim("time", min=1, max=max_time)
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
             _Positional(model, specs),
             (
                 torch.from_numpy(steps),
-                *(states[spec.name] for spec in specs),
+                *(_example(spec) for spec in specs),
             ),
             dynamo=True,
             opset_version=TRACE_OPSET,
             input_names=[source.name, *(spec.input_name for spec in specs)],
             output_names=[output.name, *(spec.output_name for spec in specs)],
-            dynamic_shapes=({0: batch, 1: time}, tuple({0: batch} for _ in specs)),
+            dynamic_shapes=({0: batch, 1: time}, tuple(_axes(s, batch, past) for s in specs)),
             custom_translation_table=_translations(),
             optimize=False,
             verbose=False,
@@ -90,14 +90,24 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK) -> ir.Model:
     return graph
 
 
-def _check_windows(specs: list[StateSpec], max_time: int) -> None:
-    """Refuse rings that one call could write round: the exported form of attention does not."""
-    for spec in specs:
-        if spec.kind == "key" and spec.shape[1] < max_time:
-            raise EdgelinError(
-                f"layer {spec.layer} has an attention window of {spec.shape[1]}; an exported model "
-                f"needs {max_time} or more, the tokens of one call"
-            )
+def _example(spec: StateSpec) -> torch.Tensor:
+    """A state of the trace."""
+    shape = (_EXAMPLE_BATCH, *spec.sized(_EXAMPLE_PAST))
+    return torch.full(shape, spec.initial, dtype=getattr(torch, spec.dtype))
+
+
+def _axes(spec: StateSpec, batch: Any, past: Any) -> dict[int, Any]:
+    """The symbolic axes of a state."""
+    return {0: batch} if spec.growing_axis is None else {0: batch, spec.growing_axis: past}
+
+
+def _check_mixers(model: SequenceModel) -> None:
+    """Refuse what trains but can't be exported, such as a ring that one call could write round."""
+    for layer, block in enumerate(model.blocks):
+        for branch in cast("Block", block).branches():
+            obstacle = getattr(getattr(branch, "config", None), "export_obstacle", None)
+            if obstacle is not None:
+                raise EdgelinError(f"layer {layer}: {obstacle}")
 
 
 class _Positional(torch.nn.Module):

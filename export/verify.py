@@ -49,6 +49,7 @@ QUANTISED_TOLERANCE = 5e-2
 # graph that computes something else is off by 1. The weights are checked one by one.
 ACTIVATION_TOLERANCE = 2e-1
 _BATCH = 2
+_PAST = 70  # tokens in a state that grows, more than a call carries
 _SEED = 20
 
 
@@ -173,7 +174,7 @@ def _random_state(manifest: Manifest, random: np.random.Generator) -> State:
     """A state such as a long text could leave: nothing zero, rows at different positions."""
     state = {}
     for spec in manifest.states:
-        array = initial_state(spec, _BATCH)
+        array = initial_state(spec, _BATCH, past=_PAST)
         if spec.dtype == "int64":
             # Angles and slots must hold deep into a stream too.
             array[...] = random.integers(1_000_000, 2_000_000, array.shape)

@@ -43,8 +43,7 @@ class OnnxForm:
         Raises:
             EdgelinError: A result is not finite.
         """
-        for name, array in zip(self.names, self.buffers.states, strict=True):
-            array[...] = state[name]
+        self.buffers.load([state[name] for name in self.names])
         outputs = self.buffers.run(steps, all_outputs=True).copy()
         copies = (array.copy() for array in self.buffers.states)
         states: State = dict(zip(self.names, copies, strict=True))

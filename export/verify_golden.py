@@ -95,6 +95,7 @@ def _validate(content: Any, manifest: Manifest, variant: str) -> None:
         for value in top["logits"]:
             _number(value, "a logit")
     states = _typed(content["states"], dict, "states")
+    length = sum(len(piece[key]) for piece in content["pieces"])
     specs = {spec.name: spec for spec in manifest.states}
     if unknown := states.keys() - specs.keys():
         raise ValueError(f"the bundle has no state {min(unknown)}")
@@ -105,7 +106,7 @@ def _validate(content: Any, manifest: Manifest, variant: str) -> None:
         for sample in _filled(state["samples"], f"samples of {name}"):
             if len(_filled(sample, "a sample")) != 2:
                 raise ValueError(f"a sample of {name} is no pair")
-            _index(sample[0], math.prod(spec.shape), f"an index of {name}")
+            _index(sample[0], math.prod(spec.sized(length)), f"an index of {name}")
             _number(sample[1], f"a sample of {name}")
 
 

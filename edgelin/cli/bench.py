@@ -48,7 +48,9 @@ def command(
             f"{row['threads']} threads: decode {row[f'decode_{unit}_per_s']:.1f} {unit}/s, "
             f"prefill {row[f'prefill_{unit}_per_s']:.1f} {unit}/s"
         )
-    click.echo(f"state: {found['state_bytes']} bytes")
+    growth = found["state_bytes_per_step"]
+    grows = f", and {growth} more a {found['unit']}: not constant" if growth else ""
+    click.echo(f"state: {found['state_bytes']} bytes{grows}")
     click.echo(f"{'position':>10}  {'step ms':>9}  {'RSS MiB':>9}")
     for point in found["series"]:
         rss = point["rss_bytes"] / 2**20

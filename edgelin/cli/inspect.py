@@ -49,10 +49,12 @@ def _text(found: dict[str, Any]) -> str:
         f"{found['installed_onnxruntime'] or 'none'} installed",
     ]
     states = [
-        [s["name"], " ".join(map(str, s["shape"])), s["layout"], s["dtype"], s["bytes"]]
+        [s["name"], " ".join(map(str, s["shape"])), s["layout"], s["dtype"], _bytes(s, unit[:-1])]
         for s in found["states"]
     ]
-    total = ["total, one stream", "", "", "", found["state_bytes"]]
+    total = [["total, one stream", "", "", "", found["state_bytes"]]]
+    if growth := found["state_bytes_per_step"]:
+        total.append([f"not constant: every {unit[:-1]} adds", "", "", "", growth])
     variants = [
         [
             f"{name} (default)" if name == found["default_variant"] else name,
@@ -65,11 +67,17 @@ def _text(found: dict[str, Any]) -> str:
     ]
     others = [[name, e["bytes"], _checked({name: e})] for name, e in found["files"].items()]
     tables = [
-        _table(["state", "shape", "layout", "dtype", "bytes"], [*states, total]),
+        _table(["state", "shape", "layout", "dtype", "bytes"], [*states, *total]),
         _table(["variant", "weights", "bytes", "files", "loads"], variants),
         _table(["other file", "bytes", "check"], others),
     ]
     return "\n\n".join(["\n".join(head), *tables])
+
+
+def _bytes(state: dict[str, Any], unit: str) -> str:
+    """Size of a state for one stream."""
+    growth = state["bytes_per_step"]
+    return f"{growth} a {unit}" if growth else str(state["bytes"])
 
 
 def _input(entry: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnxruntime
@@ -21,7 +22,10 @@ class Buffers:
 
     Two sets of arrays take turns as input and output. In place, both sets share the float32 arrays;
     integer states (the position) are small and read by many nodes, some of them after the new value
-    is written, so they always take turns. The arrays never move, so they are bound only once.
+    is written, so they always take turns. These arrays never move, so they are bound only once.
+
+    A state that grows has another shape after every call. It takes turns too, in memory that is
+    taken in ever larger pieces, and is bound for every call.
 
     Args:
         session: Session of the graph.
@@ -42,8 +46,17 @@ class Buffers:
         self._manifest = manifest
         self._batch = batch
         first = [initial_state(spec, batch) for spec in manifest.states]
-        second = [a if in_place and a.dtype == np.float32 else a.copy() for a in first]
+        fixed = [spec.growing_axis is None for spec in manifest.states]
+        self._growing = [i for i, is_fixed in enumerate(fixed) if not is_fixed]
+        shared = [
+            in_place and is_fixed and a.dtype == np.float32
+            for a, is_fixed in zip(first, fixed, strict=True)
+        ]
+        second = [a if same else a.copy() for a, same in zip(first, shared, strict=True)]
         self._sets = [first, second]
+        self._memory = {
+            (turn, i): np.empty(0, np.float32) for turn in (0, 1) for i in self._growing
+        }
         source = manifest.input
         self._inputs = np.zeros(batch * manifest.chunk * math.prod(source.step), source.dtype)
         self._keep = np.array([1], np.int64)
@@ -56,6 +69,14 @@ class Buffers:
     def states(self) -> list[State]:
         """The current state arrays, in the order of the manifest; writable."""
         return self._sets[self._turn]
+
+    def load(self, states: Sequence[State]) -> None:
+        """Copy other states, in the order of the manifest, into the current ones."""
+        current = self._sets[self._turn]
+        for i in self._growing:
+            current[i] = self._shaped(self._turn, i, states[i].shape)
+        for target, source in zip(current, states, strict=True):
+            target[...] = source
 
     def run(self, inputs: Inputs, *, all_outputs: bool = False) -> Outputs:
         """Read ``inputs`` [B, T] or [B, T, F], T <= chunk, and advance the states.
@@ -76,7 +97,10 @@ class Buffers:
         if self._bound[self._turn] != (time, all_outputs):
             self._bind_call(binding, time, kept)
             self._bound[self._turn] = (time, all_outputs)
+        grown = self._bind_growing(binding, time)
         self._session.run_with_iobinding(binding)
+        for i, array in grown.items():
+            self._sets[1 - self._turn][i] = array
         self._turn = 1 - self._turn
         return self._outputs[:size].reshape(shape)
 
@@ -87,6 +111,8 @@ class Buffers:
         for spec, source, target in zip(
             self._manifest.states, self._sets[turn], targets, strict=True
         ):
+            if spec.growing_axis is not None:
+                continue
             dtype = source.dtype.type
             binding.bind_input(spec.input_name, "cpu", 0, dtype, source.shape, source.ctypes.data)
             binding.bind_output(spec.output_name, "cpu", 0, dtype, target.shape, target.ctypes.data)
@@ -94,6 +120,28 @@ class Buffers:
             self._manifest.num_logits_to_keep, "cpu", 0, np.int64, [], self._keep.ctypes.data
         )
         return binding
+
+    def _bind_growing(self, binding: onnxruntime.IOBinding, time: int) -> dict[int, State]:
+        """Bind the states that grow; the arrays that the call will fill, by index."""
+        grown = {}
+        for i in self._growing:
+            spec, source = self._manifest.states[i], self._sets[self._turn][i]
+            axis = spec.growing_axis
+            shape = tuple(n + time * (k == axis) for k, n in enumerate(source.shape))
+            target = grown[i] = self._shaped(1 - self._turn, i, shape)
+            for bind, name, array in (
+                (binding.bind_input, spec.input_name, source),
+                (binding.bind_output, spec.output_name, target),
+            ):
+                bind(name, "cpu", 0, np.float32, array.shape, array.ctypes.data)
+        return grown
+
+    def _shaped(self, turn: int, index: int, shape: tuple[int, ...]) -> State:
+        """An array of this shape in the memory of a growing state; its content may be anything."""
+        size = math.prod(shape)
+        if size > self._memory[turn, index].size:
+            self._memory[turn, index] = np.empty(size + size // 2, np.float32)
+        return self._memory[turn, index][:size].reshape(shape)
 
     def _bind_call(self, binding: onnxruntime.IOBinding, time: int, kept: int) -> None:
         """Bind the tensors whose shape follows the number of steps."""
@@ -104,6 +152,6 @@ class Buffers:
         binding.bind_output(output.name, "cpu", 0, np.float32, shape, self._outputs.ctypes.data)
 
 
-def initial_state(spec: StateSpec, batch: int) -> State:
-    """The array of one state before the first token."""
-    return np.full((batch, *spec.sized()), spec.initial, np.dtype(spec.dtype))
+def initial_state(spec: StateSpec, batch: int, *, past: int = 0) -> State:
+    """The array of one state before the first step; a state that grows is ``past`` steps long."""
+    return np.full((batch, *spec.sized(past)), spec.initial, np.dtype(spec.dtype))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgelin.errors import EdgelinError
 from edgelin.runtimes.manifest import HASH_LIMIT, FileRecord, Manifest, file_problem
+from edgelin.state import StateSpec
 
 
 def describe(bundle: Path) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def describe(bundle: Path) -> dict[str, Any]:
     for name, entry in variants.items():
         entry["loads"], failure = runtime["loads"].get(name, (None, None))
         problems += [failure] if failure and failure not in problems else []
-    states = [_state(spec.as_dict()) for spec in manifest.states]
+    states = [_state(spec) for spec in manifest.states]
     return {
         "bundle": str(bundle),
         "edgelin_version": manifest.edgelin_version,
@@ -55,6 +53,7 @@ def describe(bundle: Path) -> dict[str, Any]:
         "installed_onnxruntime": runtime["installed"],
         "states": states,
         "state_bytes": sum(state["bytes"] for state in states),
+        "state_bytes_per_step": sum(state["bytes_per_step"] for state in states),
         "default_variant": manifest.default_variant,
         "variants": variants,
         "files": files,
@@ -62,10 +61,9 @@ def describe(bundle: Path) -> dict[str, Any]:
     }
 
 
-def _state(entry: dict[str, Any]) -> dict[str, Any]:
-    """A state of the manifest with its size for one stream."""
-    size = math.prod(entry["shape"][1:]) * np.dtype(entry["dtype"]).itemsize
-    return {**entry, "bytes": size}
+def _state(spec: StateSpec) -> dict[str, Any]:
+    """A state of the manifest with its size for one stream, at first and by every step."""
+    return {**spec.as_dict(), "bytes": spec.num_bytes(), "bytes_per_step": spec.bytes_per_step}
 
 
 def _file(path: Path, record: FileRecord) -> dict[str, Any]:

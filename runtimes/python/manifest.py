@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +19,7 @@ from edgelin.errors import EdgelinError
 from edgelin.files import replacing, sha256
 from edgelin.runtimes.manifest_types import check_types
 from edgelin.runtimes.signature import Features, Input, Output, read_signature
+from edgelin.runtimes.tokenizer_record import TokenizerRecord
 from edgelin.state import StateSpec
 
 FORMAT = 1
@@ -55,21 +56,6 @@ class Variant:
     file: str
     files: dict[str, FileRecord]
     quantisation: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class TokenizerRecord:
-    """The tokenizer file and the ids that a runner must know.
-
-    Args:
-        file: Path of ``tokenizer.json``, relative to the bundle.
-        eos_token_id: Id that ends a generation.
-        special_tokens: Special token text to id.
-    """
-
-    file: str
-    eos_token_id: int
-    special_tokens: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -132,7 +118,7 @@ class Manifest:
             "model_hash": self.model_hash,
             **io,
             "chunk": self.chunk,
-            "tokenizer": None if self.tokenizer is None else asdict(self.tokenizer),
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.as_dict(),
             "opset": self.opset,
             "min_onnxruntime": self.min_onnxruntime,
             "default_variant": self.default_variant,
@@ -325,11 +311,7 @@ def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:
         input=source,
         output=output,
         states=[StateSpec.from_dict(entry) for entry in content["states"]],
-        tokenizer=None
-        if tokenizer is None
-        else TokenizerRecord(
-            tokenizer["file"], tokenizer["eos_token_id"], dict(tokenizer["special_tokens"])
-        ),
+        tokenizer=None if tokenizer is None else TokenizerRecord.from_dict(tokenizer),
         profile=content["profile"],
         opset=content["opset"],
         min_onnxruntime=content["min_onnxruntime"],
@@ -361,6 +343,8 @@ def _validate(manifest: Manifest, where: str) -> None:
     for spec in manifest.states:
         if spec.dtype not in ("float32", "int64"):
             _refuse(where, f"state {spec.name} is {spec.dtype}; allowed: float32, int64")
+        if spec.growing_axis is not None and spec.dtype != "float32":
+            _refuse(where, f"state {spec.name} grows and is {spec.dtype}; allowed: float32")
     if isinstance(manifest.input, Features) != (manifest.tokenizer is None):
         _refuse(where, f"tokenizer does not fit an input of {manifest.input.kind}")
     paths = [*manifest.files]
@@ -377,11 +361,12 @@ def _validate(manifest: Manifest, where: str) -> None:
 
 def _validate_tokenizer(manifest: Manifest, tokenizer: TokenizerRecord, where: str) -> None:
     """Refuse ids that the model does not know, and a file that is not in the bundle."""
-    largest = max([tokenizer.eos_token_id, *tokenizer.special_tokens.values()])
+    largest = tokenizer.largest_id
     if largest >= manifest.output.size:
         _refuse(where, f"special token {largest} is beyond vocab_size {manifest.output.size}")
-    if tokenizer.file not in manifest.files:
-        _refuse(where, f"tokenizer.file {tokenizer.file!r} is not among files")
+    for file in tokenizer.files:
+        if file not in manifest.files:
+            _refuse(where, f"tokenizer: {file!r} is not among files")
 
 
 def _refuse(where: str, problem: str) -> None:

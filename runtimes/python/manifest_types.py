@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from edgelin.model_config import HEADS, TASKS
-from edgelin.state import StateSpec
+from edgelin.state import GROWING, StateSpec
 
 _VERSION = r"[0-9]{1,6}(\.[0-9]{1,6}){0,3}"
 
@@ -73,8 +73,10 @@ def _state(entry: Any, where: str) -> None:
         _whole(entry["layer"], f"{where}.layer", 0)
     shape = entry["shape"]
     sizes = shape[1:] if isinstance(shape, list) and shape[:1] == ["batch"] else [None]
-    _need(all(_is_whole(size, 1) for size in sizes), shape, f"{where}.shape",
-          '["batch", then whole numbers above 0]')  # fmt: skip
+    fixed = [size for size in sizes if size != GROWING]
+    good = all(_is_whole(size, 1) for size in fixed) and len(sizes) - len(fixed) <= 1
+    _need(good, shape, f"{where}.shape",
+          f'["batch", then whole numbers above 0, or once "{GROWING}"]')  # fmt: skip
     initial = entry["initial"]
     number = isinstance(initial, int | float) and not isinstance(initial, bool)
     _need(number and math.isfinite(initial), initial, f"{where}.initial", "a finite number")
@@ -94,6 +96,13 @@ def _tokenizer(entry: dict[str, Any]) -> None:
     special = _object(entry["special_tokens"], "tokenizer.special_tokens")
     for name, number in special.items():
         _whole(number, f"tokenizer.special_tokens.{name}", 0)
+    ends = entry.get("eos_token_ids", [])
+    good = isinstance(ends, list) and all(_is_whole(number, 0) for number in ends)
+    _need(good, ends, "tokenizer.eos_token_ids", "a list of whole numbers, 0 or more")
+    if entry.get("chat_template") is not None:
+        _text(entry["chat_template"], "tokenizer.chat_template")
+    for name, text in _object(entry.get("chat_tokens", {}), "tokenizer.chat_tokens").items():
+        _need(isinstance(text, str), text, f"tokenizer.chat_tokens.{name}", "a string")
 
 
 def _variant(entry: dict[str, Any], where: str) -> None:

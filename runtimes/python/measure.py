@@ -73,6 +73,7 @@ def bench(bundle: Path, *, tokens: int, threads: int | None, variant: str | None
         "unit": model.manifest.input.unit,
         "states_in_place": model.in_place,
         "state_bytes": stream.state_bytes,
+        "state_bytes_per_step": sum(spec.bytes_per_step for spec in model.manifest.states),
         "machine": f"{platform.machine()}, {platform.system()}, {psutil.cpu_count()} logical cores",
         "onnxruntime": onnxruntime.__version__,
         "speed": speeds,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgelin.errors import EdgelinError
-from edgelin.runtimes import state_file
+from edgelin.runtimes import chat, state_file
 from edgelin.runtimes.buffers import Buffers, Inputs, Outputs, initial_state
 from edgelin.runtimes.sampler import WINDOW, Sampler, Sampling
 from edgelin.runtimes.signature import Input, Tokens
@@ -54,7 +54,7 @@ class Stream:
 
     @property
     def state_bytes(self) -> int:
-        """Size of the states, which no number of tokens changes."""
+        """Size of the states now; no number of steps changes it, unless one of them grows."""
         return sum(array.nbytes for array in self._buffers.states)
 
     @property
@@ -124,21 +124,37 @@ class Stream:
         tokens = None if prompt is None else self.input.check(prompt, 1)[0]
         return self._generate(tokens, options)
 
+    def chat(self, text: str, *, system: str | None = None, **sampling: Any) -> Iterator[str]:
+        """Say something to the model in its own format, and read the reply as it comes.
+
+        The state carries the dialogue: only the new turn is read. See
+        :mod:`edgelin.runtimes.chat`.
+
+        Args:
+            text: What the user says.
+            system: What the model is told before the first turn.
+            **sampling: As of :meth:`generate`; the others are those of the model's authors.
+
+        Raises:
+            EdgelinError: As :meth:`generate`, or the bundle has no chat template.
+        """
+        ids = chat.turn(self._bundle, text, system=system, first=self.position == 0)
+        return self.generate(ids, **{**chat.defaults(self._bundle), **sampling})
+
     def flush(self) -> str:
         """Text that was held back, with U+FFFD for an incomplete character."""
         return flush(self._tail)
 
     def reset(self) -> None:
         """Go back to the state before the first token."""
-        for spec, array in zip(self._bundle.manifest.states, self._buffers.states, strict=True):
-            array[...] = initial_state(spec, self._batch)
+        states = self._bundle.manifest.states
+        self._buffers.load([initial_state(spec, self._batch) for spec in states])
         self._set(0, None, (), TextTail())
 
     def fork(self) -> Stream:
         """A second stream in the same state; each goes its own way from here."""
         other = Stream(self._bundle, self._batch)
-        for target, source in zip(other._buffers.states, self._buffers.states, strict=True):
-            target[...] = source
+        other._buffers.load(self._buffers.states)
         tail = TextTail(self._tail.pending, self._tail.held)
         other._set(self.position, self.outputs, self._recent, tail)
         return other
@@ -180,8 +196,7 @@ class Stream:
                 "Warning: %s was saved by variant %s and goes on with %s; the outputs may differ",
                 path, saved.variant, self._bundle.variant,
             )  # fmt: skip
-        for spec, array in zip(manifest.states, self._buffers.states, strict=True):
-            array[...] = saved.tensors[spec.name]
+        self._buffers.load([saved.tensors[spec.name] for spec in manifest.states])
         text = saved.text or state_file.TextPart([], TextTail())
         outputs = saved.tensors[manifest.output.name]
         self._set(saved.position, outputs, text.recent, text.tail)
@@ -189,16 +204,14 @@ class Stream:
     def _check_saved(self, path: str | Path, saved: state_file.SavedStream) -> None:
         """Refuse tensors of other shapes, and counts and ids that this model cannot have made."""
         manifest = self._bundle.manifest
-        wanted = {
-            **{spec.name: initial_state(spec, self._batch) for spec in manifest.states},
-            manifest.output.name: np.zeros((self._batch, manifest.output.size), np.float32),
-        }
-        for name, like in wanted.items():
-            found = saved.tensors.get(name)
-            if found is None or found.shape != like.shape or found.dtype != like.dtype:
+        wanted = {s.name: (s.sized(saved.position), s.dtype) for s in manifest.states}
+        wanted[manifest.output.name] = ((manifest.output.size,), "float32")
+        for name, (sizes, dtype) in wanted.items():
+            found, shape = saved.tensors.get(name), (self._batch, *sizes)
+            if found is None or found.shape != shape or found.dtype != dtype:
                 have = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
                 raise EdgelinError(
-                    f"{path}: tensor {name} is {have}, {like.dtype} {list(like.shape)} is needed; "
+                    f"{path}: tensor {name} is {have}, {dtype} {list(shape)} is needed; "
                     "the file is of another batch size or damaged"
                 )
         counters = [spec.name for spec in manifest.states if spec.kind == "position"]
@@ -235,8 +248,7 @@ class Stream:
                 raise _NotFiniteError
         except BaseException as error:
             if before is not None:
-                for array, copy in zip(self._buffers.states, before, strict=True):
-                    array[...] = copy
+                self._buffers.load(before)
             # A failed call leaves the other set of buffers as it was; an interrupt may come later.
             ran = self._bundle.in_place or not isinstance(error, Exception)
             self._broken = before is None and (ran or isinstance(error, _NotFiniteError))
@@ -274,13 +286,13 @@ class Stream:
             self._tail = TextTail()
             self.feed(prompt)
         tokenizer = self._bundle.manifest.tokenizer
-        end = None if tokenizer is None else tokenizer.eos_token_id
+        ends = frozenset() if tokenizer is None else tokenizer.ends
         sampler = Sampler(options)
         decoder = TextDecoder(self._bundle.text, self._tail, tuple(options.stop))
         for _ in range(options.max_tokens):
             assert self.outputs is not None
             token = sampler.choose(self.outputs[0], self._recent, self.position)
-            if token == end:
+            if token in ends:
                 yield self.flush()
                 return
             self.feed([token])

@@ -26,7 +26,18 @@ MIXERS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "window": 64,
     },
+    "full": {
+        "type": "attention",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "window": 0,
+        "qk_norm": True,
+        "gate": True,
+        "bias": True,
+    },
 }
+PAST = 70  # tokens in a state that grows
 
 
 def make_model(layers: tuple[str, ...], *, tied: bool = True, seed: int = 0) -> SequenceModel:
@@ -93,8 +104,8 @@ def random_state(
     """A non-zero state by name; ``position`` differs from row to row."""
     random = np.random.default_rng(seed)
     return {
-        spec.name: (0.5 * random.standard_normal((batch, *spec.shape))).astype(np.float32)
+        spec.name: (0.5 * random.standard_normal((batch, *spec.sized(PAST)))).astype(np.float32)
         if spec.dtype == "float32"
-        else random.integers(100, 1000, (batch, *spec.shape))
+        else random.integers(100, 1000, (batch, *spec.sized(PAST)))
         for spec in model.state_specs()
     }

@@ -144,6 +144,18 @@ def test_plain_refuses_more_than_a_chunk(
         runner.run(None, {**feeds, "input_ids": np.zeros((1, 65), np.int64)})
 
 
+def test_attention_to_all_tokens_refuses_more_than_a_chunk() -> None:
+    model = make_model(("full",))
+    graph = trace(model)
+    passes.lower(graph, PROFILES["plain"])
+    passes.finish(graph, PROFILES["plain"])
+    runner, state = session(graph), model.initial_state(1)
+    feeds: dict[str, Any] = {s.input_name: state[s.name].numpy() for s in model.state_specs()}
+    runner.run(None, {**feeds, "input_ids": np.zeros((1, 64), np.int64)})
+    with pytest.raises(Exception, match="out of data bounds"):
+        runner.run(None, {**feeds, "input_ids": np.zeros((1, 65), np.int64)})
+
+
 @pytest.mark.parametrize("profile", list(PROFILES))
 def test_operators_belong_to_the_profile(profile: str, lowered: Callable[[str], ir.Model]) -> None:
     graph = lowered(profile)
@@ -155,7 +167,7 @@ def test_operators_belong_to_the_profile(profile: str, lowered: Callable[[str], 
 
 def test_short_attention_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXERS["attention"], "window", 32)
-    with pytest.raises(EdgelinError, match="layer 0 has an attention window of 32; an exported"):
+    with pytest.raises(EdgelinError, match="layer 0: an attention window of 32 can't be exported"):
         trace(make_model(("attention",)))
 
 

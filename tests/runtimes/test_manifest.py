@@ -35,6 +35,14 @@ def test_io_part_is_what_the_plan_of_the_graphs_says(tiny: Any) -> None:
     }  # fmt: skip
 
 
+def test_a_growing_axis_is_read_back(tiny: Any) -> None:
+    spec = StateSpec("key", 1, (2, "past", 8), "batch heads token channels")
+    manifest = dataclasses.replace(Manifest.read(tiny.path), states=[spec])
+    found = Manifest.from_dict(manifest.as_dict()).states[0]
+    assert found == spec and found.as_dict()["shape"] == ["batch", 2, "past", 8]
+    assert (found.growing_axis, found.num_bytes(5), found.bytes_per_step) == (2, 320, 64)
+
+
 def test_canonical_json_is_rfc_8785() -> None:
     # The examples of RFC 8785, sections 3.2.2 to 3.2.4 (numbers, strings, order of keys).
     numbers = [
@@ -124,6 +132,9 @@ def test_missing_key_is_named(tiny: Any) -> None:
         ),
         ({"states": [StateSpec("a", 0, (1,), "")] * 2}, "two states have the same name"),
         ({"states": [StateSpec("a", 0, (1,), "", "float16")]}, "float16; allowed: float32, int64"),
+        ({"states": [StateSpec("a", 0, ("past",), "", "int64")]}, "a.0 grows and is int64"),
+        ({"states": [StateSpec("a", 0, ("past", "past"), "")]}, r"shape is .* or once \"past\""),
+        ({"states": [StateSpec("a", 0, ("time", 2), "")]}, r"shape is .* or once \"past\""),
     ],
 )
 def test_contradictions_are_refused(tiny: Any, change: dict[str, Any], message: str) -> None:
