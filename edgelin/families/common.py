@@ -193,15 +193,25 @@ def mamba2_table(fields: Fields, inner: int) -> dict[str, Any]:
     Args:
         fields: Of the config.
         inner: Channels of all heads.
+
+    Raises:
+        EdgelinError: The heads do not have so many.
     """
     heads = fields.take("mamba_n_heads")
     head_dim = fields.take("mamba_d_head", "auto")
+    if head_dim == "auto":
+        head_dim = inner // heads
+    if heads * head_dim != inner:
+        raise EdgelinError(
+            f"{fields.where}: mamba_n_heads = {heads} heads of mamba_d_head = {head_dim} are not "
+            f"the {inner} channels that mamba_expand or mamba_d_ssm says"
+        )
     bias = fields.take("mamba_proj_bias", False)
     fields.ignore("mamba_chunk_size")
     return {
         "type": "mamba2",
         "num_heads": heads,
-        "head_dim": inner // heads if head_dim == "auto" else head_dim,
+        "head_dim": head_dim,
         "state_size": fields.take("mamba_d_state"),
         "num_groups": fields.take("mamba_n_groups", 1),
         "conv_size": fields.take("mamba_d_conv", 4),

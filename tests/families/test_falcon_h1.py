@@ -80,6 +80,7 @@ def test_keys_of_the_first_configs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"mamba_d_ssm": 64}, "mamba_n_heads = 4 heads of mamba_d_head = 12 are not the 64"),
         ({"query_multiplier": 2.0}, "'query_multiplier', which this family does not know"),
         ({"mlp_bias": True}, "mlp_bias is True; supported: False"),
         ({"mamba_use_mlp": False}, "mamba_use_mlp is False; supported: True"),

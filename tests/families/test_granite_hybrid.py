@@ -77,6 +77,7 @@ def test_keys_of_the_first_configs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"mamba_expand": 3}, "mamba_n_heads = 4 heads of mamba_d_head = 16 are not the 96"),
         ({"value_multiplier": 2.0}, "'value_multiplier', which this family does not know"),
         ({"num_local_experts": 4}, "num_local_experts is 4; supported: 0"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
