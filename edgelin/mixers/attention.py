@@ -8,7 +8,8 @@ its state, the keys and values of them all, grows with every token.
 
 Attention: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; grouped heads: Ainslie et al. 2023,
 arXiv:2305.13245; rotation: Su et al. 2021, arXiv:2104.09864, eq. 34; norms of queries and keys:
-Henry et al. 2020, arXiv:2010.04245; gated output: Qiu et al. 2025, arXiv:2505.06708, eq. 5.
+Henry et al. 2020, arXiv:2010.04245 (a head), Team OLMo 2024, arXiv:2501.00656, section 3.2 (all
+heads); gated output: Qiu et al. 2025, arXiv:2505.06708, eq. 5.
 
 Glossary: W window, M sinks, D head width, R rotated dimensions, H query heads, G query heads a key
 head.
@@ -44,6 +45,7 @@ class Config:
         rope_theta: Base of the rotary frequencies.
         rotary_dim: Leading dimensions R of a head that are rotated, even; None: all, 0: none.
         qk_norm: Whether queries and keys are normalised, a head at a time, before the rotation.
+        joint_qk_norm: Whether they are instead over all heads together.
         gate: Whether the output of every head is multiplied by a sigmoid gate of the token, a
             number a channel.
         head_gate: The same with one number a head.
@@ -59,6 +61,7 @@ class Config:
     rope_theta: float = 10000.0
     rotary_dim: int | None = None
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     gate: bool = False
     head_gate: bool = False
     bias: bool = False
@@ -84,6 +87,8 @@ class Config:
             )
         if not self.rope_theta > 0:
             raise EdgelinError(f"rope_theta is {self.rope_theta}; it must be above 0")
+        if self.qk_norm and self.joint_qk_norm:
+            raise EdgelinError("qk_norm and joint_qk_norm are both set; choose one of them")
         if self.sinks and not self.window:
             raise EdgelinError(
                 f"sinks is {self.sinks} without a window, where every token is seen anyway; "
@@ -130,6 +135,9 @@ class Mixer(nn.Module):
         if c.qk_norm:
             self.q_norm = RMSNorm(c.head_dim, norm_eps)
             self.k_norm = RMSNorm(c.head_dim, norm_eps)
+        if c.joint_qk_norm:
+            self.q_norm = RMSNorm(c.num_heads * c.head_dim, norm_eps)
+            self.k_norm = RMSNorm(c.num_kv_heads * c.head_dim, norm_eps)
         self.out_proj = nn.Linear(c.num_heads * c.head_dim, hidden_size, bias=c.out_bias)
 
     def state_specs(self) -> list[StateSpec]:
@@ -148,7 +156,10 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         names = (f"key.{self.layer}", f"value.{self.layer}")
-        projected = self.qkv_proj(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
+        rows = self.qkv_proj(x)
+        if c.joint_qk_norm:
+            rows = self._jointly_normalised(rows)
+        projected = rows.unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
         sizes = [c.num_heads + c.num_kv_heads, c.num_kv_heads, c.num_heads]
         qk, v, *gate = projected.split(sizes if c.gate else sizes[:2], dim=1)
         q, k = self._positioned(qk, position).split([c.num_heads, c.num_kv_heads], dim=1)
@@ -165,6 +176,12 @@ class Mixer(nn.Module):
             o = o * torch.sigmoid(self.gate_proj(x)).transpose(1, 2)[..., None]
         y = self.out_proj(o.transpose(1, 2).flatten(-2))
         return y, dict(zip(names, cache, strict=True))
+
+    def _jointly_normalised(self, rows: Tensor) -> Tensor:
+        """What ``qkv_proj`` gives with its queries and its keys normalised."""
+        queries, keys = self.q_norm.size, self.k_norm.size
+        q, k, rest = rows.split([queries, keys, rows.shape[-1] - queries - keys], dim=-1)
+        return torch.cat([self.q_norm(q), self.k_norm(k), rest], dim=-1)
 
     def _positioned(self, qk: Tensor, position: Tensor) -> Tensor:
         """Queries and keys `[B, H + Hkv, T, D]`, normalised and rotated."""

@@ -12,6 +12,7 @@ from loops.common import EPS, HIDDEN, LAYER
 from torch import Tensor
 
 from edgelin import mixers
+from edgelin.errors import EdgelinError
 
 CASES = [name for name, table in reference.CASES.items() if not table["window"]]
 
@@ -62,3 +63,9 @@ def test_training_sequences_get_the_gradients_of_single_steps(case: str) -> None
         (torch.cat(pieces, dim=1) * weights).sum().backward()
         found.append({name: p.grad for name, p in mixer.named_parameters()})
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_two_norms_of_queries_and_keys_are_refused() -> None:
+    table = {**reference.CASES["attention, all tokens"], "qk_norm": True, "joint_qk_norm": True}
+    with pytest.raises(EdgelinError, match="qk_norm and joint_qk_norm are both set; choose one"):
+        mixers.build(table, HIDDEN, LAYER, EPS, where="model.mixers.m")

@@ -20,6 +20,12 @@ CASES: dict[str, dict[str, Any]] = {
         "attention, window 80, 5 sinks": {"window": 80, "sinks": 5, "num_kv_heads": 2, **_OPTIONS},
         "attention, all tokens": {"window": 0, "num_kv_heads": 2, "rope_theta": 500.0},
         "attention, all tokens, options": {"window": 0, "num_kv_heads": 4, **_OPTIONS},
+        "attention, all tokens, joint norm": {
+            "window": 0,
+            "num_kv_heads": 2,
+            "joint_qk_norm": True,
+            "gate": True,
+        },
         "attention, all tokens, no rotation": {
             "window": 0,
             "num_kv_heads": 1,
@@ -81,6 +87,10 @@ def _projected(m: Any, x: np.ndarray, position: np.ndarray) -> list[np.ndarray]:
         if c.qk_norm:
             mean = (parts[i] ** 2).mean(-1, keepdims=True)
             parts[i] = parts[i] / np.sqrt(mean + EPS) * matrix(m, name)
+        if c.joint_qk_norm:
+            mean = (parts[i] ** 2).mean((-2, -1), keepdims=True)
+            weight = matrix(m, name).reshape(counts[i], c.head_dim)
+            parts[i] = parts[i] / np.sqrt(mean + EPS) * weight
         turning = turned(parts[i][..., :size], tokens, theta)
         parts[i] = np.concatenate([turning, parts[i][..., size:]], axis=-1)
     return [*parts[:3], 1 / (1 + np.exp(-parts[3])) if c.gate else np.ones(1)]
