@@ -4,9 +4,9 @@
     [u, z] = W_in x ;  u <- conv(u) + b ;  log a_t = -8 r_t softplus(Lambda)
     r_t = sigmoid(W_r u_t + b_r) ;  i_t = sigmoid(W_i u_t + b_i)
 
-W_r and W_i are block-diagonal. A stream begins with h = 0 and nothing depends on the position; the
-published code of RecurrentGemma differs there, since it gives the token at position 0 the factor 1
-in the place of sqrt(1 - a^2).
+W_r and W_i are block-diagonal. A stream begins with h = 0, and in the paper nothing depends on the
+position; the published models give the token at position 0 the factor 1 in the place of
+sqrt(1 - a^2) (``unit_first``), and have biases in W_in and W_out.
 
 Source: De et al. 2024, "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
 Language Models", arXiv:2402.19427, eq. 1 to 4 and 6, sections 2.3 and 2.4 (Lambda such that a^8 is
@@ -42,11 +42,15 @@ class Config:
         num_blocks: Blocks of the gates' matrices; divides D. The published models have one a head
             of their attention.
         conv_size: Taps of the short convolution, at least 2.
+        bias: Whether the projections from and to the stream have a bias.
+        unit_first: Whether the token at position 0 is written unscaled.
     """
 
     inner_size: int
     num_blocks: int = 1
     conv_size: int = 4
+    bias: bool = False
+    unit_first: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self, "inner_size", "num_blocks")
@@ -71,9 +75,10 @@ class Mixer(nn.Module):
     def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
         super().__init__()
         self.config, self.layer = config, layer
+        self.needs_position = config.unit_first
         inner, blocks = config.inner_size, config.num_blocks
         width = inner // blocks
-        self.in_gate_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
+        self.in_gate_proj = nn.Linear(hidden_size, 2 * inner, bias=config.bias)
         bound = config.conv_size**-0.5
         self.conv_weight = nn.Parameter(
             torch.empty(inner, config.conv_size).uniform_(-bound, bound)
@@ -84,7 +89,7 @@ class Mixer(nn.Module):
         self.decay_bias = nn.Parameter(torch.zeros(2 * inner))
         radius = torch.empty(inner).uniform_(0.9, 0.999)
         self.Lambda = nn.Parameter(softplus_inverse(-radius.log() / _POWER))
-        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=config.bias)
 
     def state_specs(self) -> list[StateSpec]:
         """The convolution's tail and h."""
@@ -107,6 +112,9 @@ class Mixer(nn.Module):
         # 1 - a^2 by t = tanh(-log a): 1 - exp() loses its digits near 0, and ONNX has no expm1.
         t = torch.tanh(loss)
         factor = (2 * t / (1 + t)).clamp(min=_LEAST).sqrt()
+        if self.config.unit_first:
+            tokens = position[:, None] + torch.arange(x.shape[1], device=x.device)
+            factor = factor.masked_fill((tokens == 0)[..., None], 1.0)
         one = torch.ones(self.config.inner_size, 1, dtype=loss.dtype, device=x.device)
         b, g = (v.unflatten(-1, one.shape) for v in (factor, -loss))
         h, last = diagonal(i * u, b, one, g, None, state[ssm_name])

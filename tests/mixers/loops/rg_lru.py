@@ -16,12 +16,23 @@ CASES: dict[str, dict[str, Any]] = {
         "conv_size": size,
     }
     for blocks, size in ((1, 4), (3, 2))
+} | {
+    "rg_lru, biases, unscaled first token": {
+        "type": "rg_lru",
+        "inner_size": 12,
+        "num_blocks": 2,
+        "bias": True,
+        "unit_first": True,
+    }
 }
 
 
-def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
+def loop(m: Any, x: np.ndarray, state: Arrays, position: np.ndarray) -> Any:
     c = m.config
-    u, z = np.split(x @ matrix(m, "in_gate_proj.weight").T, 2, axis=-1)
+    bias_in, bias_out = (
+        (matrix(m, "in_gate_proj.bias"), matrix(m, "out_proj.bias")) if c.bias else (0, 0)
+    )
+    u, z = np.split(x @ matrix(m, "in_gate_proj.weight").T + bias_in, 2, axis=-1)
     u, tail = convolved(m, u, state["conv.3"])
     width = c.inner_size // c.num_blocks
     r, i = np.zeros_like(u), np.zeros_like(u)
@@ -34,8 +45,11 @@ def loop(m: Any, x: np.ndarray, state: Arrays, _: np.ndarray) -> Any:
     h, outputs = state["ssm.3"][..., 0], []
     for t in range(x.shape[1]):
         kept = np.exp(log_a[:, t])
-        h = kept * h + np.sqrt(-np.expm1(2 * log_a[:, t])) * i[:, t] * u[:, t]
+        factor = np.sqrt(-np.expm1(2 * log_a[:, t]))
+        if c.unit_first:
+            factor[position + t == 0] = 1
+        h = kept * h + factor * i[:, t] * u[:, t]
         outputs.append(h)
     gelu = 0.5 * z * (1 + np.tanh((2 / np.pi) ** 0.5 * (z + 0.044715 * z**3)))
-    y = (np.stack(outputs, axis=1) * gelu) @ matrix(m, "out_proj.weight").T
+    y = (np.stack(outputs, axis=1) * gelu) @ matrix(m, "out_proj.weight").T + bias_out
     return y, {"conv.3": tail, "ssm.3": h[..., None]}
