@@ -26,6 +26,7 @@ from edgelin.files import replacing
 from edgelin.model import SequenceModel
 
 MODEL_TYPE = "edgelin"
+CHAT_TEMPLATE = "chat_template.jinja"
 FORMAT = 1
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ _END_NAMES = (
     "<|rwkv_tokenizer_end_of_text|>",
     "</s>",
     "<eos>",
+    "[EOS]",
+    "<|im_end|>",
 )
 _PIECE = 1 << 16  # characters: big enough to hide the cost of a call, small enough to share out
 _BATCH = 128  # pieces handed to the thread pool at once
@@ -117,8 +119,12 @@ def largest_id(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
-def end_token_id(tokenizer: Tokenizer) -> int:
+def end_token_id(tokenizer: Tokenizer, known: Sequence[int] = ()) -> int:
     """Id of the token that ends a document: ``<|end|>``, or a foreign tokenizer's equivalent.
+
+    Args:
+        tokenizer: The tokenizer.
+        known: Ids that end a generation; the first is taken where no name is known.
 
     Raises:
         EdgelinError: The tokenizer has none of the known ones.
@@ -127,9 +133,27 @@ def end_token_id(tokenizer: Tokenizer) -> int:
         number = tokenizer.token_to_id(name)
         if number is not None:
             return int(number)
+    if known:
+        return known[0]
     raise EdgelinError(
         f"the tokenizer has no end-of-document token; one of {', '.join(_END_NAMES)}"
     )
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Ids that end a generation, of a checkpoint's ``generation_config.json``; perhaps none.
+
+    Raises:
+        EdgelinError: The file is damaged.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        return [int(i) for i in (found if isinstance(found, list) else [found]) if i is not None]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise EdgelinError(f"{path} cannot be read: {error}; copy the checkpoint again") from error
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[np.ndarray[Any, Any]]:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from edgelin import tokenizer as tokenizers
-from edgelin.checkpoint import weight_files
+from edgelin.checkpoint import CHAT_TEMPLATE, weight_files
 from edgelin.errors import EdgelinError
 from edgelin.export.profiles import Profile
+from edgelin.families.reading import read_json
 from edgelin.recurrences import CHUNK
-from edgelin.runtimes.manifest import METADATA_KEY, Manifest, TokenizerRecord
+from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.signature import Features, Input, Output, Tokens
+from edgelin.runtimes.tokenizer_record import TokenizerRecord
+
+# Variables of a chat template.
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 if TYPE_CHECKING:
     from edgelin.config import ModelConfig
@@ -86,7 +91,7 @@ def model_hash(checkpoint: Path) -> str:
 
 
 def _tokenizer(checkpoint: Path) -> TokenizerRecord:
-    """File and special ids of the checkpoint's tokenizer."""
+    """File and special ids of the checkpoint's tokenizer, and how to talk to the model."""
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
         raise EdgelinError(f"{checkpoint} has no tokenizer.json, which a bundle needs; add it")
@@ -96,4 +101,18 @@ def _tokenizer(checkpoint: Path) -> TokenizerRecord:
         for number, token in tokenizer.get_added_tokens_decoder().items()
         if token.special
     }
-    return TokenizerRecord(path.name, tokenizers.end_token_id(tokenizer), special)
+    ends = tokenizers.end_ids(checkpoint)
+    names = _optional(checkpoint / "tokenizer_config.json")
+    return TokenizerRecord(
+        path.name,
+        tokenizers.end_token_id(tokenizer, ends),
+        special,
+        tuple(ends),
+        CHAT_TEMPLATE if (checkpoint / CHAT_TEMPLATE).is_file() else None,
+        {role: name for role, name in names.items() if role in _ROLES and isinstance(name, str)},
+    )
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is no file."""
+    return read_json(path) if path.is_file() else {}

@@ -14,12 +14,19 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from edgelin.checkpoint import CHAT_TEMPLATE
 from edgelin.errors import EdgelinError
 from edgelin.export.golden import FILE_NAME as GOLDEN_NAME
 from edgelin.export.report import JSON_NAME, TEXT_NAME
 from edgelin.runtimes.manifest import FILE_NAME as MANIFEST_NAME
 
-COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    CHAT_TEMPLATE,
+)
 _CONTENT = {*COPIED, MANIFEST_NAME, GOLDEN_NAME, JSON_NAME, TEXT_NAME, "onnx"}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 

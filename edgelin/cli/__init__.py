@@ -18,7 +18,7 @@ from edgelin import __version__
 from edgelin.errors import EdgelinError
 
 # What edgelin itself needs, and what only some commands import with the extra that brings it.
-_BASE = ("numpy", "onnxruntime", "tokenizers", "safetensors", "tqdm", "psutil")
+_BASE = ("numpy", "onnxruntime", "tokenizers", "safetensors", "tqdm", "psutil", "jinja2")
 _EXTRAS = {
     "torch": "export",
     "onnx": "export",

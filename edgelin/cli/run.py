@@ -1,9 +1,11 @@
-"""``edgelin run``: write on from a prompt, or answer a stream of features."""
+"""``edgelin run``: write on from a prompt, talk, or answer a stream of features."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @click.option("--file", "file", metavar="F", help="Read the prompt from a UTF-8 file; - is stdin.")
+@click.option("--chat", is_flag=True, help="Talk in the model's own format; PROMPT is a turn.")
+@click.option("--system", metavar="TEXT", help="With --chat: what the model is told first.")
 @click.option("--max-tokens", default=256, show_default=True, help="Tokens to write at most.")
 @click.option("--temperature", default=0.8, show_default=True, help="0: the likeliest token.")
 @click.option("--top-k", default=40, show_default=True, help="Likeliest tokens kept; 0: all.")
@@ -42,6 +46,8 @@ def command(
     bundle: Path,
     prompt: str | None,
     file: str | None,
+    chat: bool,
+    system: str | None,
     features: str | None,
     as_json: bool,
     stats: bool,
@@ -56,6 +62,9 @@ def command(
     The text goes to standard output as it comes. Ctrl-C ends it early; statistics and the state
     file are still written, and the exit code is 130; also when the reader of a pipe ends (141).
 
+    With --chat, PROMPT is said to the model in the format that it was trained on; without PROMPT, a
+    dialogue begins in which the state keeps all that was said (Ctrl-D ends it).
+
     A model of features prints a line a step: the class and its probability, or the numbers of a
     regression.
 
@@ -64,6 +73,7 @@ def command(
       edgelin run bundle "Once upon a time" --max-tokens 100 --stats
       edgelin run bundle --file long.txt --max-tokens 0 --save-state long.state
       edgelin run bundle --load-state long.state --temperature 0
+      edgelin run bundle --chat "What is a river?" --system "Answer in one sentence."
       edgelin run bundle --features recording.npy
       sensor | edgelin run bundle --features - --save-state sensor.state
     """
@@ -71,9 +81,14 @@ def command(
     from edgelin.runtimes import answer, checks, complete
     from edgelin.runtimes.sampler import Sampling
 
-    _check_kind(features is not None, as_json, ["prompt", "file", *sampling])
+    _check_kind(features is not None, as_json, ["prompt", "file", "chat", "system", *sampling])
+    if system is not None and not chat:
+        raise EdgelinError("--system needs --chat; put it into the prompt instead")
     options = Sampling(**sampling)
-    text = None if features is not None else _prompt(prompt, file, load_state is not None)
+    dialogue = chat and prompt is None and file is None and _at_terminal()
+    text = None
+    if features is None and not dialogue:
+        text = _prompt(prompt, file, load_state is not None and not chat)
     if save_state is not None:
         checks.target(save_state)
     model = edgelin.load(bundle, variant=variant, threads=threads)
@@ -88,13 +103,19 @@ def command(
         if save_state is not None and stream.outputs is not None:
             stream.save(save_state)
     else:
-        paces, interrupted = _write_on(model, stream, text, options, output, save_state)
+        writer = _Writer(model, stream, options, output, save_state)
+        if chat:
+            writer.options = _recommended(model, sampling, options)
+            turns = _lines() if dialogue else iter([text or ""])
+            paces, interrupted = writer.talk(turns, system)
+        else:
+            paces, interrupted = writer.write_on(text)
     if stats:
         lines = complete.statistics(model, stream, paces)
         seed = [] if features is not None else [f"seed     {options.seed}"]
         click.echo("\n".join([*lines, *seed]), err=True)
     output.check()
-    if interrupted:
+    if interrupted and not dialogue:
         sys.exit(130)
 
 
@@ -113,31 +134,89 @@ def _check_kind(features: bool, as_json: bool, for_text: list[str]) -> None:
             raise EdgelinError(f"{shown} is for text; leave it out with --features")
 
 
-def _write_on(
-    model: Bundle,
-    stream: Stream,
-    text: str | None,
-    options: Sampling,
-    output: _Output,
-    save_state: Path | None,
-) -> tuple[list[Pace], bool]:
-    """Print what follows a text and save the state; returns as ``answer``."""
-    from edgelin.runtimes import complete
+class _Writer:
+    """Prints what the model writes, and saves the state.
 
-    _ = model.text  # refuses a model of features
-    with complete.interruptible() as interrupted:
+    Attributes:
+        options: How to write.
+    """
 
-        def ended() -> bool:
-            return interrupted() or output.has_failed()
+    def __init__(
+        self,
+        model: Bundle,
+        stream: Stream,
+        options: Sampling,
+        output: _Output,
+        save_state: Path | None,
+    ) -> None:
+        self._model, self._stream, self.options = model, stream, options
+        self._output, self._save_state = output, save_state
+        _ = model.text  # refuses a model of features
 
-        paces = complete.complete(model, stream, text, options, emit=output.emit, interrupted=ended)
-        if save_state is not None and stream.outputs is not None:
-            stream.save(save_state)
-        else:
-            output.emit(stream.flush())
-    if output.terminal:
-        output.emit("\n")
-    return paces, interrupted()
+    def write_on(self, prompt: str | list[int] | None) -> tuple[list[Pace], bool]:
+        """Print what follows a text and save the state; returns as ``answer``."""
+        from edgelin.runtimes import complete
+
+        model, stream, output = self._model, self._stream, self._output
+        with complete.interruptible() as interrupted:
+
+            def ended() -> bool:
+                return interrupted() or output.has_failed()
+
+            paces = complete.complete(
+                model, stream, prompt, self.options, emit=output.emit, interrupted=ended
+            )
+            if self._save_state is not None and stream.outputs is not None:
+                stream.save(self._save_state)
+            else:
+                output.emit(stream.flush())
+        if output.terminal:
+            output.emit("\n")
+        return paces, interrupted()
+
+    def talk(self, turns: Iterator[str], system: str | None) -> tuple[list[Pace], bool]:
+        """Answer one turn after the other; Ctrl-C ends a reply, and with it a single turn."""
+        from edgelin.runtimes import chat
+
+        total: list[Pace] = []
+        interrupted = False
+        for text in turns:
+            first = self._stream.position == 0
+            ids = chat.turn(self._model, text, system=system, first=first)
+            system = None
+            paces, interrupted = self.write_on(ids)
+            total = [a + b for a, b in zip(total, paces, strict=True)] if total else paces
+            if self._output.has_failed():
+                break
+        return total, interrupted
+
+
+def _recommended(model: Bundle, given: dict[str, Any], options: Sampling) -> Sampling:
+    """The options with the authors' settings in the place of our defaults."""
+    from edgelin.runtimes import chat
+
+    source = click.get_current_context().get_parameter_source
+    asked = {name for name in given if source(name) is not ParameterSource.DEFAULT}
+    settings = {k: v for k, v in chat.defaults(model).items() if k not in asked}
+    return dataclasses.replace(options, **settings)
+
+
+def _at_terminal() -> bool:
+    """Whether a person can be asked."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _lines() -> Iterator[str]:
+    """What a person types, a turn a line, until the end of input or Ctrl-C; blank lines are not."""
+    while True:
+        try:
+            click.echo("> ", nl=False, err=True)
+            line = input()
+        except (EOFError, KeyboardInterrupt):
+            click.echo(err=True)
+            return
+        if line.strip():
+            yield line
 
 
 def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
@@ -149,7 +228,7 @@ def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
     if prompt is None and file is None:
         if loaded:
             return None
-        if sys.stdin is not None and sys.stdin.isatty():
+        if _at_terminal():
             raise click.UsageError("give PROMPT, --file, or text on standard input; or --features")
         file = "-"
     text = read_text(file) if file is not None else prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -34,6 +34,10 @@ class Pace:
     count: int = 0
     seconds: float = 0.0
 
+    def __add__(self, other: Pace) -> Pace:
+        """Both parts together."""
+        return Pace(self.name, self.unit, self.count + other.count, self.seconds + other.seconds)
+
     def __str__(self) -> str:
         measured = self.count and self.seconds > 0
         rate = f"{self.count / self.seconds:.1f}" if measured else "-"
@@ -43,7 +47,7 @@ class Pace:
 def complete(
     bundle: Bundle,
     stream: Stream,
-    prompt: str | None,
+    prompt: str | Sequence[int] | None,
     sampling: Sampling,
     *,
     emit: Callable[[str], None],
@@ -54,7 +58,7 @@ def complete(
     Args:
         bundle: The model.
         stream: Where to go on; it stands behind the last token afterwards.
-        prompt: Text; None goes on from a loaded stream.
+        prompt: Text or token ids; None goes on from a loaded stream.
         sampling: How to write.
         emit: Takes every piece of text.
         interrupted: Asked after every call of the model; ends the completion when true.
@@ -62,7 +66,9 @@ def complete(
     Raises:
         EdgelinError: The prompt is empty.
     """
-    ids = [] if prompt is None else bundle.text.encode(prompt, start=stream.position == 0)
+    if isinstance(prompt, str):
+        prompt = bundle.text.encode(prompt, start=stream.position == 0)
+    ids = [] if prompt is None else list(prompt)
     if not ids and (prompt is not None or stream.outputs is None):
         raise EdgelinError("the prompt is empty; give text of at least one character")
     if ids:

@@ -83,6 +83,14 @@ class TextCodec:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=start).ids
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which the names of special tokens are ordinary words."""
+        self.tokenizer.encode_special_tokens = True
+        try:
+            return self.encode(text, start=False)
+        finally:
+            self.tokenizer.encode_special_tokens = False
+
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes that a reader sees of a token: none for special tokens and unused ids."""
         return b"" if token in self._special else self.source_bytes(token)

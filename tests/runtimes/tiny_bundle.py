@@ -19,8 +19,9 @@ import tokenizers
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from edgelin.runtimes.manifest import METADATA_KEY, Manifest, TokenizerRecord, Variant, file_records
+from edgelin.runtimes.manifest import METADATA_KEY, Manifest, Variant, file_records
 from edgelin.runtimes.signature import Features, Output, Tokens
+from edgelin.runtimes.tokenizer_record import TokenizerRecord
 from edgelin.state import StateSpec
 
 CHUNK = 8

@@ -17,15 +17,12 @@ from typing import Any
 from tokenizers import AddedToken
 
 from edgelin import tokenizer as tokenizers
+from edgelin.checkpoint import CHAT_TEMPLATE
 from edgelin.errors import EdgelinError
 from edgelin.families.reading import read_json
 from edgelin.files import replacing
 
-_CONFIG, _GENERATION, _TEMPLATE = (
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
+_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # Tokenizers that begin a text with the begin token unless add_bos_token says otherwise.
 _BEGINNING = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
@@ -55,7 +52,7 @@ def convert(folder: Path, out: Path, config: Mapping[str, Any]) -> None:
         if settings:
             _write(out / _CONFIG, _as_json(settings))
         if template:
-            _write(out / _TEMPLATE, template)
+            _write(out / CHAT_TEMPLATE, template)
 
 
 def _tokenizer(folder: Path, target: Path, settings: Mapping[str, Any]) -> Any:
@@ -132,8 +129,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     """The chat template, wherever it stands; "" where there is none."""
-    if (folder / _TEMPLATE).is_file():
-        return (folder / _TEMPLATE).read_text(encoding="utf-8")
+    if (folder / CHAT_TEMPLATE).is_file():
+        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
     found = settings.get("chat_template")
     if found is None:
         found = _optional(folder / "chat_template.json").get("chat_template")
