@@ -9,6 +9,7 @@ have some keys under the names of the training code.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -81,30 +82,35 @@ def _weights(tensors: Tensors, config: ModelConfig) -> Iterator[tuple[str, Tenso
     for i, kind in enumerate(config.layers):
         theirs, ours = f"model.layers.{i}.", f"blocks.{i}."
         yield f"{ours}mixer_norm.weight", tensors(f"{theirs}operator_norm.weight")
-        parts = _conv if kind == "conv" else _attention
-        for name, tensor in parts(tensors, theirs, config.mixers["conv"]["bias"]):
+        parts = convolution if kind == "conv" else _attention
+        for name, tensor in parts(tensors, theirs, config.mixers[kind]):
             yield f"{ours}mixer.{name}", tensor
         yield f"{ours}mlp_norm.weight", tensors(f"{theirs}ffn_norm.weight")
-        mlp = f"{theirs}feed_forward."
-        gate_up = stacked(tensors, f"{mlp}w1.weight", f"{mlp}w3.weight")
-        yield f"{ours}mlp.gate_up_proj.weight", gate_up
-        yield f"{ours}mlp.down_proj.weight", tensors(f"{mlp}w2.weight")
+        for name, tensor in mlp(tensors, theirs):
+            yield f"{ours}mlp.{name}", tensor
     yield "norm.weight", tensors("model.embedding_norm.weight")
     yield from head(tensors, config.tie_word_embeddings)
 
 
-def _conv(tensors: Tensors, layer: str, bias: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a convolution."""
-    yield "conv_weight", tensors(f"{layer}conv.conv.weight")[:, 0]
-    if bias:
-        yield "conv_bias", tensors(f"{layer}conv.conv.bias")
-    for name in ("in_proj", "out_proj"):
-        yield f"{name}.weight", tensors(f"{layer}conv.{name}.weight")
-        if bias:
-            yield f"{name}.bias", tensors(f"{layer}conv.{name}.bias")
+def convolution(
+    tensors: Tensors, layer: str, table: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a gated short convolution."""
+    for part in ("weight", "bias") if table["bias"] else ("weight",):
+        taps = tensors(f"{layer}conv.conv.{part}")
+        yield f"conv_{part}", taps[:, 0] if part == "weight" else taps
+        for name in ("in_proj", "out_proj"):
+            yield f"{name}.{part}", tensors(f"{layer}conv.{name}.{part}")
 
 
-def _attention(tensors: Tensors, layer: str, _: bool) -> Iterator[tuple[str, Tensor]]:
+def mlp(tensors: Tensors, layer: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a gated MLP, whose gate is w1 and whose output w2."""
+    own = f"{layer}feed_forward."
+    yield "gate_up_proj.weight", stacked(tensors, f"{own}w1.weight", f"{own}w3.weight")
+    yield "down_proj.weight", tensors(f"{own}w2.weight")
+
+
+def _attention(tensors: Tensors, layer: str, _: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Parameters of attention."""
     own = f"{layer}self_attn."
     yield "qkv_proj.weight", stacked(tensors, *(f"{own}{n}_proj.weight" for n in "qkv"))
