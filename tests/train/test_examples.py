@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,6 @@ import pytest
 from edgelin.config import load_run
 from edgelin.model import SequenceModel
 from edgelin.train.dataset import load
-from edgelin.train.features import Order
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -78,13 +78,26 @@ def test_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_run(EXAMPLES / "watch" / "config.toml")
     features = config.model.features
     assert features is not None
-    _module("watch").write(4, tmp_path / "out")
+    data = _module("watch")
+    assert set(data.SPLITS) == set(people.tolist())
+    data.write(4, tmp_path / "out")
     train = load([tmp_path / "out" / "train.npz"], features)
     test = load([tmp_path / "out" / "test.npz"], features)
     assert test.x.unique().tolist() == [4]
     assert test.lengths.tolist() == [config.optim.sequence_length] * 14
     assert test.y.tolist() == np.repeat(np.arange(7), 2).tolist()
-    assert train.lengths.tolist() == [42] * 126
-    assert set(train.x.abs().unique().tolist()) == {1, 2, 3, 5, 6, 7, 8, 9, 10}
-    assert (train.x[-1].reshape(-1, 6).sign() == train.x.new_tensor([-1, 1, 1, 1, -1, -1])).all()
-    assert Order(train.lengths, config.optim, 0).steps_per_epoch == 126 * 3 // 64
+    of_one = 2 * (1 + data.COPIES)
+    assert train.y.tolist() == np.repeat(np.tile(np.arange(7), 9), of_one).tolist()
+    starts = np.cumsum(train.lengths) - train.lengths
+    plain = train.x[starts[:: 1 + data.COPIES]].reshape(-1, 2, 10, 6)  # first frames, not copies
+    others = np.repeat([1, 2, 3, 5, 6, 7, 8, 9, 10], 7)
+    assert (plain[:, 0].numpy() == others[:, None, None]).all()
+    assert (plain[:, 1].numpy() == others[:, None, None] * [-1, 1, 1, 1, -1, -1]).all()
+    assert set(train.lengths[:: 1 + data.COPIES].tolist()) == {42}
+    assert 42 / math.exp(data.PACE) - 1 <= train.lengths.min() < 42 < train.lengths.max()
+    copy = train.x[starts[1]].reshape(10, 6)[0]  # turned and, about its axes, faster or slower
+    assert copy[:3].norm().item() == pytest.approx(3**0.5, rel=1e-5)
+    pace = copy[3:].norm().item() / 3**0.5
+    assert abs(math.log(pace)) <= data.PACE
+    assert train.lengths[1] == pytest.approx(42.3 / pace, abs=1)
+    assert copy[:3].numpy() == pytest.approx(copy[3:].numpy() / pace, rel=1e-5)  # one turn
