@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import signal
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import edgelin
 from edgelin.cli import main
+from edgelin.runtimes.manifest import Manifest, file_records
 
 ROOT = Path(__file__).parents[2]
 BLOCK = (
@@ -200,3 +203,57 @@ def _encoded(tiny: Any, text: str) -> list[int]:
     from edgelin.runtimes.text import TextCodec
 
     return TextCodec(tiny.path / "tokenizer.json", tiny.vocab_size).encode(text)
+
+
+CHAT = """{% for m in messages %}<|end|>{{ m.role }}
+{{ m.content }}
+{% endfor %}<|end|>assistant
+"""
+
+
+@pytest.fixture
+def talker(build: Any, tmp_path: Path) -> Path:
+    """The tiny bundle with a chat template and settings of its authors."""
+    folder = tmp_path / "talker"
+    build(folder)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    (folder / "generation_config.json").write_text('{"do_sample": false}')
+    manifest = Manifest.read(folder)
+    assert manifest.tokenizer is not None
+    names = [*manifest.files, "chat_template.jinja", "generation_config.json"]
+    record = dataclasses.replace(manifest.tokenizer, chat_template="chat_template.jinja")
+    files = file_records(folder, names)
+    dataclasses.replace(manifest, tokenizer=record, files=files).write(folder)
+    return folder
+
+
+def test_a_chat_in_one_turn_and_over_two_runs(talker: Path, tmp_path: Path) -> None:
+    state, settings = tmp_path / "s.state", ["--chat", "--max-tokens", 12]
+    stream = edgelin.load(talker).stream()
+    first = _run(talker, "Hello", *settings, "--system", "S", "--save-state", state)
+    assert first.stdout == "".join(stream.chat("Hello", system="S", max_tokens=12, temperature=0))
+    second = _run(talker, *settings, "--load-state", state, stdin="And now?")
+    assert second.stdout == "".join(stream.chat("And now?", max_tokens=12)) + stream.flush()
+    warm = _run(talker, "Hello", *settings, "--temperature", 2, "--top-k", 0, "--seed", 1)
+    assert warm.stdout != first.stdout
+
+
+def test_a_dialogue_at_a_terminal(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgelin.cli.run._at_terminal", lambda: True)
+    said = ["Hello", "  ", "And now?"]
+    result = _run(talker, "--chat", "--max-tokens", 12, "--stats", stdin="\n".join(said) + "\n")
+    assert result.exit_code == 0, result.output
+    stream = edgelin.load(talker).stream()
+    replies = []
+    for text in ("Hello", "And now?"):
+        replies += [*stream.chat(text, max_tokens=12), stream.flush()]
+    assert result.stdout == "".join(replies)
+    assert result.stderr.count("> ") == 4
+    assert f"at position {stream.position}" in result.stderr
+    assert "decode   24 tokens" in result.stderr
+
+
+def test_chat_errors(talker: Path, tiny: Any, sensor: Any) -> None:
+    assert "has no chat template" in _failed(_run(tiny.path, "--chat", "a"))
+    assert "--system needs --chat" in _failed(_run(talker, "a", "--system", "b"))
+    assert "CHAT" in _failed(_run(sensor.path, "--features", "-", "--chat")).upper()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from edgelin.errors import EdgelinError
-from edgelin.runtimes.manifest import FILE_NAME, Manifest, TokenizerRecord, canonical_json, digest
+from edgelin.runtimes.manifest import FILE_NAME, Manifest, canonical_json, digest
+from edgelin.runtimes.tokenizer_record import TokenizerRecord
 from edgelin.state import StateSpec
 
 
@@ -130,6 +131,14 @@ def test_missing_key_is_named(tiny: Any) -> None:
             {"tokenizer": TokenizerRecord("tokenizer.json", 9999, {})},
             "special token 9999 is beyond",
         ),
+        (
+            {"tokenizer": TokenizerRecord("tokenizer.json", 0, {}, (0, 9999))},
+            "special token 9999 is beyond",
+        ),
+        (
+            {"tokenizer": TokenizerRecord("tokenizer.json", 0, {}, (), "x.jinja")},
+            "'x.jinja' is not among files",
+        ),
         ({"states": [StateSpec("a", 0, (1,), "")] * 2}, "two states have the same name"),
         ({"states": [StateSpec("a", 0, (1,), "", "float16")]}, "float16; allowed: float32, int64"),
         ({"states": [StateSpec("a", 0, ("past",), "", "int64")]}, "a.0 grows and is int64"),
@@ -150,7 +159,8 @@ def test_contradictions_are_refused(tiny: Any, change: dict[str, Any], message: 
         "chunk", "num_logits_to_keep", "input", "input.name", "input.vocab_size", "output",
         "output.name", "states", "states.0", "states.0.kind", "states.0.layer", "states.0.shape",
         "states.0.name", "states.0.input", "states.0.dtype", "states.0.initial", "tokenizer",
-        "tokenizer.file", "tokenizer.eos_token_id", "tokenizer.special_tokens", "variants",
+        "tokenizer.file", "tokenizer.eos_token_id", "tokenizer.special_tokens",
+        "tokenizer.eos_token_ids", "tokenizer.chat_template", "tokenizer.chat_tokens", "variants",
         "variants.model", "variants.model.file", "variants.model.files",
         "variants.model_q8.quantisation", "variants.model_q8.quantisation.bits",
         "variants.model_q8.quantisation.block_size", "files", "files.config.json",
@@ -167,9 +177,10 @@ def test_values_of_other_types_are_refused(tiny: Any, tmp_path: Path, key: str) 
         index = int(last) if isinstance(place, list) else last
         if isinstance(value, str) and isinstance(place[index], str):
             continue  # of the right type; what it means is for others to judge
-        if value is None and key.endswith(("quantisation", "layer")):
+        if value is None and key.endswith(("quantisation", "layer", "chat_template")):
             continue
-        if key in ("states", "tokenizer.special_tokens") and type(value) is type(place[index]):
+        of_any_content = ("states", "special_tokens", "eos_token_ids", "chat_tokens")
+        if key.endswith(of_any_content) and type(value) is type(place[index]):
             continue
         if key == "states.0.initial" and value in (-3, 0.5):
             continue
