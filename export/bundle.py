@@ -17,7 +17,9 @@ from tqdm import tqdm
 
 from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
+from edgelin.export import attention as attentions
 from edgelin.export import contract, golden, passes, store, target
+from edgelin.export.attention import Attention, Cost
 from edgelin.export.measure import measure
 from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import RECIPES, Outcome, Recipe
@@ -43,6 +45,8 @@ def export_checkpoint(
     quantise: tuple[str, ...] = ("none",),
     profile: str = "fused",
     force: bool = False,
+    attention: str = "full",
+    text: str | None = None,
 ) -> Report:
     """Write a bundle.
 
@@ -52,6 +56,9 @@ def export_checkpoint(
         quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``.
         profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
         force: Replace a bundle or empty folder at ``out``, after the new bundle has passed.
+        attention: What layers that attend to all tokens become: ``"full"``, ``"window=N"`` or
+            ``"window=N,sinks=M"``.
+        text: Measure on it what a window costs.
 
     Returns:
         What was measured.
@@ -63,10 +70,20 @@ def export_checkpoint(
     recipes = _recipes(quantise)
     chosen = find(profile)
     check_onnxruntime(chosen.min_onnxruntime(quantised=any(recipes.values())))
+    choice = attentions.parse(attention)
+    if text is not None and not choice.window:
+        raise EdgelinError(
+            "a text measures what a window of attention costs; give --attention window=N with "
+            "--text, or measure the bundle with `edgelin eval`"
+        )
     out = target.find(Path(checkpoint), Path(out), force=force)
     _say(f"reading {checkpoint}")
-    with convert.own(Path(checkpoint)) as own:
-        return _export(own, out, recipes, chosen, force=force)
+    with convert.own(Path(checkpoint)) as own, attentions.applied(own, choice) as used:
+        cost = None
+        if text is not None:
+            _say(f"measuring {choice} on the text")
+            cost = attentions.cost(own, used, choice, text)
+        return _export(used, out, recipes, chosen, (choice, cost), force=force)
 
 
 def _export(
@@ -74,6 +91,7 @@ def _export(
     out: Path,
     recipes: dict[str, Recipe | None],
     chosen: Profile,
+    attention: tuple[Attention, Cost | None],
     *,
     force: bool,
 ) -> Report:
@@ -86,7 +104,7 @@ def _export(
     if config.features is None:
         _check_tokenizer(checkpoint / "tokenizer.json", config.vocab_size)
     with target.staging(out) as folder:
-        report = _Export(checkpoint, model, chosen, folder).run(recipes)
+        report = _Export(checkpoint, model, chosen, folder, attention).run(recipes)
         failures = report.failures()
         report.bundle = target.failed(out) if failures else out
         target.put(folder, report.bundle, force=force or bool(failures))
@@ -113,6 +131,7 @@ class _Export:
     model: SequenceModel
     profile: Profile
     folder: Path
+    attention: tuple[Attention, Cost | None]
 
     def run(self, recipes: dict[str, Recipe | None]) -> Report:
         """Write and check every variant, then the common files."""
@@ -194,6 +213,8 @@ class _Export:
             state_bytes=sum(spec.num_bytes() for spec in specs),
             state_bytes_per_step=sum(spec.bytes_per_step for spec in specs),
             variants=reports,
+            attention=self.attention[0],
+            attention_cost=self.attention[1],
         )
 
     def _common(self) -> dict[str, FileRecord]:

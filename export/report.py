@@ -12,6 +12,7 @@ from typing import Any
 import onnxruntime
 
 from edgelin import __version__
+from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
 
 JSON_NAME, TEXT_NAME = "report.json", "report.md"
@@ -58,6 +59,8 @@ class Report:
         state_bytes: Size of a stream's state before the first step.
         state_bytes_per_step: What every step adds to it; 0 where it is constant.
         variants: Name to what was found of it.
+        attention: What layers that attended to all tokens became.
+        attention_cost: What that costs on a text, if one was given.
     """
 
     bundle: Path
@@ -68,6 +71,8 @@ class Report:
     state_bytes: int
     state_bytes_per_step: int
     variants: dict[str, VariantReport]
+    attention: Attention
+    attention_cost: Cost | None
 
     def failures(self) -> list[str]:
         """Every gate that was missed, in words."""
@@ -98,6 +103,8 @@ class Report:
             "parameters": self.parameters,
             "state_bytes": self.state_bytes,
             "state_bytes_per_step": self.state_bytes_per_step,
+            "attention": str(self.attention),
+            "attention_cost": None if self.attention_cost is None else asdict(self.attention_cost),
             "failures": self.failures(),
             "variants": {name: asdict(variant) for name, variant in self.variants.items()},
         }
@@ -113,7 +120,7 @@ class Report:
         lines = [
             f"{self.bundle}: profile {self.profile}, {self.parameters:,} parameters, "
             f"{self.state_bytes / 1e6:.2f} MB of state a stream",
-            *(f"  {line}" for line in self._growth()),
+            *(f"  {line}" for line in self._attention()),
         ]
         for name, variant in self.variants.items():
             here = variant.measured
@@ -133,7 +140,7 @@ class Report:
             f"state a stream; edgelin {__version__}, onnxruntime {onnxruntime.__version__}, "
             f"{platform.machine()}.",
             "",
-            *(f"{line}\n" for line in self._growth()),
+            *(f"{line}\n" for line in self._attention()),
             f"| variant | MB | nodes | a layer | load s | RSS MB | decode {self.unit}s/s "
             f"| prefill {self.unit}s/s |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -160,13 +167,28 @@ class Report:
             lines += [f"Nodes of {name}: {nodes}.", ""]
         return "\n".join(lines)
 
-    def _growth(self) -> list[str]:
-        """The honest line of a model whose state grows."""
-        if not self.state_bytes_per_step:
+    def _attention(self) -> list[str]:
+        """What a state that grows, or its replacement by a window, means for the user."""
+        if self.state_bytes_per_step:
+            return [
+                f"Not constant memory: the state grows by {self.state_bytes_per_step:,} bytes a "
+                f"{self.unit}, and the time of a {self.unit} with it."
+            ]
+        if not self.attention.window:
             return []
+        sinks = f" and the first {self.attention.sinks}" if self.attention.sinks else ""
+        lines = [
+            f"Not the checkpoint's attention: where it sees all {self.unit}s, this model sees the "
+            f"last {self.attention.window:,}{sinks}, in constant memory."
+        ]
+        if (cost := self.attention_cost) is None:
+            return [*lines, "What that costs was not measured; --text FILE does."]
+        change = 100 * (cost.window / cost.full - 1)
         return [
-            f"Not constant memory: the state grows by {self.state_bytes_per_step:,} bytes a "
-            f"{self.unit}, and the time of a {self.unit} with it."
+            *lines,
+            f"On {cost.tokens:,} tokens of the text: {cost.full:.4f} bits per byte with all of "
+            f"them in sight, {cost.window:.4f} with the window ({change:+.2f} %), before "
+            f"quantisation.",
         ]
 
     def _size_row(self, name: str, variant: VariantReport) -> str:

@@ -14,7 +14,8 @@ The graphs do not show the stream between blocks; an error there shows in the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +77,38 @@ def verify(
     """
     manifest = Manifest.read(bundle)
     _check_files(manifest, bundle)
+    with contextlib.ExitStack() as stack:
+        own = None
+        if checkpoint is not None:
+            own = stack.enter_context(_exported(checkpoint, bundle))
+            _check_same_model(manifest, own, checkpoint)
+        result = _verify(manifest, bundle, own, tolerance, data, progress)
+    result.checkpoint = None if checkpoint is None else str(checkpoint)
+    return result
+
+
+@contextlib.contextmanager
+def _exported(checkpoint: Path, bundle: Path) -> Iterator[Path]:
+    """The checkpoint, in our own format and with the attention that the bundle was given."""
+    from edgelin.export import attention
+    from edgelin.families import convert
+
+    with (
+        convert.own(checkpoint) as own,
+        attention.applied(own, attention.chosen(own, bundle)) as used,
+    ):
+        yield used
+
+
+def _verify(
+    manifest: Manifest,
+    bundle: Path,
+    checkpoint: Path | None,
+    tolerance: float,
+    data: str | Sequences | None,
+    progress: Callable[[str], None],
+) -> Verification:
+    """:func:`verify` with the checkpoint as it was exported."""
     result = Verification(str(bundle), None if checkpoint is None else str(checkpoint))
     result.notes.append("file hashes and golden streams are right")
     random = np.random.default_rng(_SEED)
@@ -87,7 +120,6 @@ def verify(
             "the graphs were not compared with the model in torch; give --checkpoint"
         )
     else:
-        _check_same_model(manifest, checkpoint)
         progress("weights beside the checkpoint's")
         weights = _checked_weights(manifest, bundle, checkpoint)
         result.notes.append("the weights of every variant are the checkpoint's")
@@ -136,8 +168,8 @@ def _check_files(manifest: Manifest, bundle: Path) -> None:
                 )
 
 
-def _check_same_model(manifest: Manifest, checkpoint: Path) -> None:
-    """Refuse a checkpoint that the bundle was not made from."""
+def _check_same_model(manifest: Manifest, checkpoint: Path, given: Path) -> None:
+    """Refuse a checkpoint, given under another name, that the bundle was not made from."""
     from edgelin import checkpoint as checkpoints
     from edgelin.export.contract import model_hash
 
@@ -145,7 +177,7 @@ def _check_same_model(manifest: Manifest, checkpoint: Path) -> None:
     found = model_hash(checkpoint)
     if found != manifest.model_hash:
         raise EdgelinError(
-            f"{checkpoint} is another model ({found[:12]}) than the bundle's "
+            f"{given} is another model ({found[:12]}) than the bundle's "
             f"({manifest.model_hash[:12]}); give the checkpoint that was exported"
         )
 

@@ -34,9 +34,29 @@ from edgelin.errors import EdgelinError
     show_default=True,
     help="Operators: onnxruntime's own, standard ones of opset 21, or opset 27.",
 )
+@click.option(
+    "--attention",
+    default="full",
+    show_default=True,
+    metavar="full|window=N[,sinks=M]",
+    help="Layers that attend to all tokens: keep a state that grows, or see the last N tokens and "
+    "the first M in constant memory.",
+)
+@click.option(
+    "--text",
+    metavar="F",
+    help="Report what that window costs in bits per byte of this UTF-8 file (also .xz or .gz; - is "
+    "stdin).",
+)
 @click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one passed.")
 def command(
-    checkpoint: Path, output: Path | None, quantize: tuple[str, ...], profile: str, force: bool
+    checkpoint: Path,
+    output: Path | None,
+    quantize: tuple[str, ...],
+    profile: str,
+    attention: str,
+    text: str | None,
+    force: bool,
 ) -> None:
     """Turn CHECKPOINT into a bundle that a device can run.
 
@@ -45,10 +65,12 @@ def command(
     exit code is 1.
 
     \b
-    Example:
+    Examples:
       edgelin export runs/books -o books-bundle --quantize none --quantize int8
+      edgelin export hybrid --attention window=1024,sinks=4 --text held-out.txt
     """
     from edgelin.export.bundle import export_checkpoint
+    from edgelin.runtimes.text_file import read_text
 
     report = export_checkpoint(
         checkpoint,
@@ -56,6 +78,8 @@ def command(
         quantise=quantize,
         profile=profile,
         force=force,
+        attention=attention,
+        text=None if text is None else read_text(text),
     )
     click.echo(report.summary())
 
