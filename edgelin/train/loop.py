@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -21,8 +21,8 @@ from tqdm import tqdm
 from edgelin import checkpoint
 from edgelin.config import RunConfig, to_dict
 from edgelin.errors import EdgelinError
-from edgelin.model import SequenceModel, check_size
-from edgelin.train import folder, log, optimizer, snapshot
+from edgelin.model import Block, SequenceModel, check_size
+from edgelin.train import folder, log, optimizer, snapshot, warm_start
 from edgelin.train.data import prepare
 from edgelin.train.features import FeatureTask
 from edgelin.train.meter import Meter, tell
@@ -52,7 +52,14 @@ class Result:
     score: float | None
 
 
-def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "auto") -> Result:
+def train(
+    config: RunConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    init: Path | None = None,
+) -> Result:
     """Train a model as the config says.
 
     Args:
@@ -60,13 +67,14 @@ def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "
         out: Output folder.
         resume: Go on from the folder's training state instead of starting anew.
         device: ``auto``, ``cpu`` or ``cuda``.
+        init: Checkpoint of ours whose weights and tokenizer a new run begins with.
 
     Raises:
         EdgelinError: The folder holds a run already (or none to resume) or cannot be written, the
             data or the config are unusable, or the loss is no longer finite.
     """
     try:
-        return _train(config, out, resume, device)
+        return _train(config, out, resume, device, init)
     except (OSError, SafetensorError) as error:
         name = getattr(error, "filename", None) or out
         reason = getattr(error, "strerror", None) or error
@@ -75,15 +83,21 @@ def train(config: RunConfig, out: Path, *, resume: bool = False, device: str = "
         ) from error
 
 
-def _train(config: RunConfig, out: Path, resume: bool, device: str) -> Result:
+def _train(config: RunConfig, out: Path, resume: bool, device: str, init: Path | None) -> Result:
     where = _pick(device)
     folder.check(out, resume=resume)
+    if init is not None:
+        warm_start.check(config, init)
     check_size(config.model, bytes_each=_TRAINING_BYTES, memory=_memory(where))
     out.mkdir(parents=True, exist_ok=True)
+    if init is not None and not resume:
+        warm_start.copy_files(init, out)
     trainer = Trainer(config, out, _task(config, out, where), where)
     _warn_of_export(trainer.model)
     if resume:
         trainer.restore()
+    elif init is not None:
+        checkpoint.fill(trainer.model, init)
     with Stop() as stop:
         trainer.fit(stop)
     score = None if stop.asked else trainer.final_score()
@@ -351,7 +365,8 @@ def _memory(device: torch.device) -> int | None:
 
 def _warn_of_export(model: SequenceModel) -> None:
     """Say in a line a mixer what will keep `edgelin export` from taking the model."""
-    branches = [branch for block in model.blocks for branch in block.branches()]
+    blocks = cast(list[Block], list(model.blocks))
+    branches = [branch for block in blocks for branch in block.branches()]
     configs = [getattr(branch, "config", None) for branch in branches]
     obstacles = [getattr(config, "export_obstacle", None) for config in configs]
     for obstacle in dict.fromkeys(filter(None, obstacles)):
