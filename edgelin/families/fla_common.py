@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -52,6 +52,21 @@ def attention_tables(fields: Fields, hidden_size: int, count: int) -> dict[int, 
     return found
 
 
+def layers_of(
+    tables: Sequence[dict[str, Any]],
+) -> tuple[tuple[str, ...], dict[str, dict[str, Any]]]:
+    """A name for every layer, and the tables by name: equal ones once."""
+    mixers: dict[str, dict[str, Any]] = {}
+    names = []
+    for table in tables:
+        name = next((name for name, known in mixers.items() if known == table), None)
+        if name is None:
+            name = table["type"] if table["type"] not in mixers else f"mixer{len(mixers)}"
+            mixers[name] = table
+        names.append(name)
+    return tuple(names), mixers
+
+
 def attention(tensors: Tensors, prefix: str, table: Mapping[str, Any]) -> Iterator[Any]:
     """Parameters of such a layer."""
     for kind in ("weight", "bias") if table["bias"] else ("weight",):
@@ -66,4 +81,4 @@ def named(prefix: str, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[st
         yield f"{prefix}.{name}", tensor
 
 
-__all__ = ["HARMLESS", "attention", "attention_tables", "named"]
+__all__ = ["HARMLESS", "attention", "attention_tables", "layers_of", "named"]

@@ -52,10 +52,9 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
         "norm_eps": eps / key_dim,
     }
     others = fla.attention_tables(fields, hidden, count)
-    mixers = {"mixer": table, "ffn": {"receptance": True}}
-    mixers |= {f"attention{i}": other for i, other in others.items()}
-    layers = [f"attention{i}" if i in others else "mixer" for i in range(count)]
+    layers, mixers = fla.layers_of([others.get(i, table) for i in range(count)])
     fields.ignore("fuse_norm")
+    mixers["ffn"] = {"receptance": True}
     config = rwkv.stream(fields, mixers, layers, ratio=3.5)
 
     def mixer(tensors: Tensors, prefix: str, layer: int) -> rwkv.Parameters:

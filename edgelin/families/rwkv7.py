@@ -67,7 +67,7 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
         "norm_eps": fields.take("group_norm_eps", head_dim * eps),
         "key_norm_eps": 1e-6 if fields.take("fuse_norm", True) else 1e-12,
     }
-    config = rwkv.stream(fields, {"mixer": table, "ffn": {}}, ["mixer"] * count, ratio=4)
+    config = rwkv.stream(fields, {"rwkv7": table, "ffn": {}}, ("rwkv7",) * count, ratio=4)
     bias = fields.take("norm_bias", True)
     return config, lambda tensors: rwkv.weights(tensors, config, _mixer, _channel_mix, bias=bias)
 

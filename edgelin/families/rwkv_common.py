@@ -61,7 +61,7 @@ def describe(tensors: Tensors) -> dict[str, Any]:
 
 
 def stream(
-    fields: Fields, mixers: dict[str, dict[str, Any]], layers: list[str], *, ratio: float
+    fields: Fields, mixers: dict[str, dict[str, Any]], layers: tuple[str, ...], *, ratio: float
 ) -> ModelConfig:
     """The model around the mixers.
 
@@ -80,7 +80,7 @@ def stream(
     return ModelConfig(
         hidden_size=hidden,
         intermediate_size=0,
-        layers=tuple(layers),
+        layers=layers,
         mixers=mixers,
         mlps=("ffn",) * len(layers),
         norm="layer",

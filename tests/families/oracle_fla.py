@@ -1,11 +1,12 @@
 """The other side where no published class runs on a CPU: float64 numpy from published equations.
 
 A model here is a dictionary of weights under the names that are on disk, and a function of them.
-Nothing is shared with edgelin.
+The numbers share nothing with edgelin.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ import oracle
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from edgelin.model import SequenceModel
 
 Weights = dict[str, np.ndarray]
 
@@ -40,7 +43,7 @@ class Published:
         rename: Callable[[Weights], Weights] = dict,
     ) -> None:
         self.weights, self.config = weights, config
-        self._logits, self._rename = logits, rename
+        self._logits, self.rename = logits, rename
 
     def __call__(self, tokens: Tensor, use_cache: bool = False) -> Any:
         """Logits of one pass over everything."""
@@ -51,7 +54,7 @@ class Published:
         folder.mkdir(parents=True, exist_ok=True)
         for name, array in self.weights.items():
             self.weights[name] = torch.from_numpy(array).to(dtype).double().numpy()
-        renamed = self._rename(self.weights)
+        renamed = self.rename(self.weights)
         stored = {n: torch.tensor(a).to(dtype).contiguous() for n, a in renamed.items()}
         if self.config is None:
             torch.save(stored, folder / "model.pth")
@@ -60,6 +63,16 @@ class Published:
             save_file(stored, folder / "model.safetensors")
         oracle.tokenizer(folder)
         return folder
+
+
+@torch.no_grad()
+def check(theirs: Published, folder: Path) -> SequenceModel:
+    """Compare as the other families are, and in float64, where only folded weights are rounded."""
+    ours = oracle.check_torch(theirs, folder)
+    tokens = oracle.ids(3, 70)
+    exact = copy.deepcopy(ours).double()(tokens)[0]
+    oracle.near(exact, theirs(tokens).logits, 1e-5, "in float64")
+    return ours
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], centres: Mapping[str, float]) -> Weights:
@@ -97,4 +110,72 @@ def shifted(x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
-__all__ = ["Published", "drawn", "layer_norm", "shifted", "sigmoid"]
+def rms_norm(x: np.ndarray, weight: np.ndarray | float, eps: float) -> np.ndarray:
+    """Over the last axis."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def memory(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: Any, beta: np.ndarray | None = None
+) -> np.ndarray:
+    """fla's recurrent kernels, queries divided by sqrt(K): gla, retention, delta, gated and kda.
+
+    q, k `[B, T, H, K]`, v `[B, T, H, V]`, log decay g broadcast against k, beta `[B, T, H]`.
+    """
+    decay, outputs = np.exp(np.broadcast_to(g, k.shape)), []
+    s = np.zeros((*k[:, 0].shape, v.shape[-1]))
+    for t in range(q.shape[1]):
+        s = s * decay[:, t, ..., None]
+        write = v[:, t]
+        if beta is not None:
+            write = beta[:, t, :, None] * (write - (s * k[:, t, ..., None]).sum(-2))
+        s = s + k[:, t, ..., None] * write[..., None, :]
+        outputs.append((s * q[:, t, ..., None]).sum(-2) * q.shape[-1] ** -0.5)
+    return np.stack(outputs, axis=1)
+
+
+def conv(w: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """silu of the causal depthwise convolution, `[B, T, C]`."""
+    taps = w[f"{name}.weight"][:, 0]
+    padded = np.concatenate([np.zeros((len(x), taps.shape[1] - 1, x.shape[2])), x], axis=1)
+    return silu(sum(padded[:, i : i + x.shape[1]] * taps[:, i] for i in range(taps.shape[1])))
+
+
+def rotated(x: np.ndarray, theta: float = 10000.0) -> np.ndarray:
+    """RoPE of `[B, T, H, D]`, halves as pairs."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [
+            first * np.cos(angle) - second * np.sin(angle),
+            first * np.sin(angle) + second * np.cos(angle),
+        ],
+        axis=-1,
+    )
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    """fla's l2norm."""
+    return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
+
+
+__all__ = [
+    "Published",
+    "check",
+    "conv",
+    "drawn",
+    "layer_norm",
+    "memory",
+    "rms_norm",
+    "rotated",
+    "shifted",
+    "sigmoid",
+    "silu",
+    "unit",
+]

@@ -9,6 +9,7 @@ import oracle
 import oracle_rwkv as rwkv
 import pytest
 import torch
+from oracle_fla import check
 from safetensors.torch import load_file, save_file
 
 from edgelin.errors import EdgelinError
@@ -84,7 +85,7 @@ CASES: dict[str, Any] = {
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, tmp_path: Path) -> None:
     theirs = CASES[case]()
-    ours = oracle.check_torch(theirs, theirs.save(tmp_path / "m"))
+    ours = check(theirs, theirs.save(tmp_path / "m"))
     if case in ("7, .pth", "6"):
         oracle.check_graphs(theirs, ours)
 
@@ -92,7 +93,7 @@ def test_logits(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["7, .pth", "6"])
 def test_bfloat16(case: str, tmp_path: Path) -> None:
     theirs = CASES[case]()
-    oracle.check_torch(theirs, theirs.save(tmp_path / "m", torch.bfloat16))
+    check(theirs, theirs.save(tmp_path / "m", torch.bfloat16))
 
 
 def test_the_first_version_of_fla_stacks_its_mixtures(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_the_first_version_of_fla_stacks_its_mixtures(tmp_path: Path) -> None:
         parts = [tensors.pop(f"{own}x_{part}").flatten() for part in "rwkvag"]
         tensors[f"{own}x_x"] = torch.stack(parts)
     save_file(tensors, folder / "model.safetensors")
-    oracle.check_torch(theirs, folder)
+    check(theirs, folder)
 
 
 @pytest.mark.parametrize(
