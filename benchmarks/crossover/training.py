@@ -55,7 +55,7 @@ class Softmax(nn.Module):
 def milliseconds(mixer: nn.Module, length: int) -> float:
     """Median of 10 steps, by the GPU's clock."""
     x = torch.randn(TOKENS // length, length, HIDDEN, device="cuda", requires_grad=True)
-    state = {s.name: torch.zeros(len(x), *s.shape, device="cuda") for s in mixer.state_specs()}
+    state = {s.name: torch.zeros(len(x), *s.sized(), device="cuda") for s in mixer.state_specs()}
     position = torch.zeros(len(x), dtype=torch.int64, device="cuda")
     times = []
     for step in range(13):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from edgelin.attention_ring import Ring
 from edgelin.errors import EdgelinError
@@ -219,12 +220,11 @@ class Mixer(nn.Module):
             return self._attend_rows(q, keys, values, past), (keys, values)
         if past:  # else k and v are all there is, and stay in their own dtype
             k, v = keys.to(q.dtype), values.to(q.dtype)
-        seen = torch.ones(time, past + time, dtype=torch.bool, device=q.device).tril(past)
         o = F.scaled_dot_product_attention(
             q,
             k.repeat_interleave(self.group, dim=1),
             v.repeat_interleave(self.group, dim=1),
-            attn_mask=seen if past else None,
+            attn_mask=causal_lower_right(time, past + time) if past else None,
             is_causal=not past,
         )
         return o, (keys, values)

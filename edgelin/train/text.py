@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from edgelin.config import RunConfig
+from edgelin.errors import EdgelinError
 from edgelin.model import SequenceModel
 from edgelin.train.data import Corpus
 from edgelin.train.evaluate import Windows, streamed_bits_per_byte
@@ -54,7 +55,18 @@ class TextTask:
         }
 
     def initialise(self, model: SequenceModel) -> None:
-        """Text gives a model nothing but its loss."""
+        """Text gives a model nothing but its loss; a state that grows can't be carried for ever.
+
+        Raises:
+            EdgelinError: It should be.
+        """
+        growing = [spec.layer for spec in model.state_specs() if spec.growing_axis is not None]
+        if self._carry and growing:
+            raise EdgelinError(
+                f"data.carry_state would let the state of layer {growing[0]}, which attends to all "
+                f"tokens, grow for the whole run; set data.carry_state = false, or give the "
+                f"attention a window"
+            )
 
     def loss(
         self,

@@ -69,6 +69,18 @@ def test_resumed_run_is_bit_equal(
     assert model == (parted / "model.safetensors").read_bytes()
 
 
+def test_attention_to_all_tokens_trains_but_carries_no_state(
+    run: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "window": 0}
+    run["model"]["mixers"]["gdn"] = {"type": "attention", **sizes}
+    result = train(from_dict(RunConfig, run), tmp_path / "out", device="cpu")
+    assert result.step == 10 and result.score is not None and math.isfinite(result.score)
+    run["data"]["carry_state"] = True
+    with pytest.raises(EdgelinError, match=r"layer 0, which attends to all tokens, grow"):
+        train(from_dict(RunConfig, run), tmp_path / "other", device="cpu")
+
+
 def test_run_leaves_a_checkpoint_a_log_and_a_picture(config: RunConfig, tmp_path: Path) -> None:
     result = train(config, tmp_path / "out", device="cpu")
     assert result.step == 10
