@@ -89,10 +89,16 @@ def write(
 
 
 def _write_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, content: str) -> None:
-    """The three files that a checkpoint of a language model has besides."""
+    """The three files that a checkpoint of a language model has besides.
+
+    Where the tokenizer stands already, it keeps what came with it, such as more end tokens.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file() and tokenizers.load(path).to_str() == tokenizer.to_str():
+        return
     end = tokenizers.end_token_id(tokenizer)
     name = tokenizer.id_to_token(end)
-    with replacing(folder / "tokenizer.json") as part:
+    with replacing(path) as part:
         part.write_text(content, encoding="utf-8")
     _write_json(
         folder / "tokenizer_config.json",
@@ -131,7 +137,7 @@ def load(
                 f"{config.vocab_size}; take the tokenizer.json that the model was trained with"
             )
     model = SequenceModel(config)
-    _fill(model, folder)
+    fill(model, folder)
     return model.to(device=device, dtype=dtype).eval(), config
 
 
@@ -155,7 +161,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     found = values.get("model_type") if isinstance(values, dict) else None
     if found != MODEL_TYPE:
         raise EdgelinError(
-            f"{path} is of model_type {found!r}; supported is {MODEL_TYPE!r}; {_NEXT}"
+            f"{path} is of model_type {found!r}; supported is {MODEL_TYPE!r}, which "
+            f"`edgelin import` makes of other projects' checkpoints"
         )
     if values.get("format") != FORMAT:
         raise EdgelinError(
@@ -234,8 +241,12 @@ def _write_weights(
             path.unlink()
 
 
-def _fill(model: SequenceModel, folder: Path) -> None:
-    """Copy the stored tensors into the model's, which must have the same names and shapes."""
+def fill(model: SequenceModel, folder: Path) -> None:
+    """Copy the stored tensors into the model's, which must have the same names and shapes.
+
+    Raises:
+        EdgelinError: A file is missing or damaged, or does not fit.
+    """
     own = own_tensors(model)
     found: dict[str, Path] = {}
     path = folder

@@ -165,13 +165,16 @@ class RunConfig:
                 raise EdgelinError(f"{name} is {value!r}, which is for text only; leave it out")
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(
+    path: str | Path, overrides: Sequence[str] = (), *, model: ModelConfig | None = None
+) -> RunConfig:
     """Read a training run from a TOML file.
 
     Args:
         path: The file; paths inside it are relative to its folder.
         overrides: Settings such as ``"optim.steps=10"`` that replace the file's; values are TOML,
             or plain text. Paths in them are relative to the file too.
+        model: Where keys of the table ``model`` come from that the file leaves out.
 
     Raises:
         EdgelinError: The file cannot be read, is no TOML, or has a key that is not known.
@@ -185,6 +188,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise EdgelinError(f"{path} is not valid TOML: {error}") from error
     for setting in overrides:
         _override(values, setting)
+    if model is not None and isinstance(values.get("model", {}), dict):
+        values["model"] = to_dict(model) | values.get("model", {})
     config = from_dict(RunConfig, values)
     data = config.data
 

@@ -1,4 +1,4 @@
-"""Whole files only: writing beside a target and renaming, and hashes."""
+"""Whole files and folders only: writing beside a target and renaming, and hashes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from edgelin.errors import EdgelinError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -44,6 +49,28 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def staging(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that is gone afterwards, unless it was renamed.
+
+    Raises:
+        EdgelinError: It, or something in it, cannot be written.
+    """
+    folder = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        yield folder
+    except OSError as error:
+        space = "free some space or " if error.errno in _NO_SPACE else ""
+        reason = error.strerror or str(error)
+        raise EdgelinError(
+            f"{out} cannot be written: {reason}; {space}choose another --out"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

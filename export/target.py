@@ -6,18 +6,16 @@ again at the rename, because a target can appear or change meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import secrets
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from edgelin.checkpoint import CHAT_TEMPLATE
 from edgelin.errors import EdgelinError
 from edgelin.export.golden import FILE_NAME as GOLDEN_NAME
 from edgelin.export.report import JSON_NAME, TEXT_NAME
+from edgelin.files import staging as staging
 from edgelin.runtimes.manifest import FILE_NAME as MANIFEST_NAME
 
 COPIED = (
@@ -28,7 +26,6 @@ COPIED = (
     CHAT_TEMPLATE,
 )
 _CONTENT = {*COPIED, MANIFEST_NAME, GOLDEN_NAME, JSON_NAME, TEXT_NAME, "onnx"}
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def failed(out: Path) -> Path:
@@ -57,24 +54,6 @@ def find(checkpoint: Path, out: Path, *, force: bool) -> Path:
     _check_replaceable(target)
     _check_replaceable(failed(target))
     return target
-
-
-@contextlib.contextmanager
-def staging(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that is gone afterwards, unless it was renamed."""
-    folder = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-        yield folder
-    except OSError as error:
-        space = "free some space or " if error.errno in _NO_SPACE else ""
-        reason = error.strerror or str(error)
-        raise EdgelinError(
-            f"{out} cannot be written: {reason}; {space}choose another --out"
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def put(folder: Path, target: Path, *, force: bool) -> None:

@@ -172,7 +172,8 @@ _NEXT = "give the folder that `edgelin train` wrote, or copy it again"
         ),
         (
             _config_json(model_type="llama"),
-            f"{{f}}/config.json is of model_type 'llama'; supported is 'edgelin'; {_NEXT}",
+            "{f}/config.json is of model_type 'llama'; supported is 'edgelin', which "
+            "`edgelin import` makes of other projects' checkpoints",
         ),
         (
             _config_json(format=2),

@@ -29,7 +29,9 @@ _EXTRAS = {
     "triton": "train",
     "matplotlib": "plot",
 }
-_COMMANDS = ("train", "export", "verify", "run", "eval", "inspect", "bench")
+_COMMANDS = (
+    "train", "export", "verify", "run", "eval", "inspect", "bench", "import", "families",
+)  # fmt: skip
 # By default these end a process at once, and what it was writing stays half done.
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 

@@ -87,11 +87,13 @@ def _of_checkpoint(
     folder: Path, text: str | None, features: str | None, max_tokens: int | None
 ) -> Quality | FeatureQuality:
     """Measure a model in torch."""
+    from edgelin.families import convert
     from edgelin.runtimes import evaluate, evaluate_features
 
-    if features is not None:
-        return evaluate_features.evaluate_checkpoint(folder, Path(features))
-    return evaluate.evaluate_checkpoint(folder, text or "", max_tokens=max_tokens)
+    with convert.own(folder) as own:
+        if features is not None:
+            return evaluate_features.evaluate_checkpoint(own, Path(features))
+        return evaluate.evaluate_checkpoint(own, text or "", max_tokens=max_tokens)
 
 
 def _of_bundle(
@@ -110,11 +112,7 @@ def _of_bundle(
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of edgelin and no bundle."""
+    """Whether a folder is a checkpoint, ours or another project's, and no bundle."""
     if (folder / "edgelin.json").exists():
         return False
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == "edgelin"
+    return (folder / "config.json").is_file() or any(folder.glob("*.pth"))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,7 @@ from click.core import ParameterSource
 from edgelin.errors import EdgelinError
 
 if TYPE_CHECKING:
-    from edgelin.runtimes.complete import Pace
-    from edgelin.runtimes.sampler import Sampling
-    from edgelin.runtimes.session import Bundle
-    from edgelin.runtimes.stream import Stream
+    pass
 
 
 @click.command()
@@ -78,7 +74,7 @@ def command(
       sensor | edgelin run bundle --features - --save-state sensor.state
     """
     import edgelin
-    from edgelin.runtimes import answer, checks, complete
+    from edgelin.runtimes import answer, checks, complete, writer
     from edgelin.runtimes.sampler import Sampling
 
     _check_kind(features is not None, as_json, ["prompt", "file", "chat", "system", *sampling])
@@ -103,13 +99,16 @@ def command(
         if save_state is not None and stream.outputs is not None:
             stream.save(save_state)
     else:
-        writer = _Writer(model, stream, options, output, save_state)
+        end = "\n" if output.terminal else ""
+        write = writer.Writer(
+            model, stream, options, output.emit, output.has_failed, save_state, end
+        )
         if chat:
-            writer.options = _recommended(model, sampling, options)
-            turns = _lines() if dialogue else iter([text or ""])
-            paces, interrupted = writer.talk(turns, system)
+            write.recommend(_given(sampling))
+            turns = writer.typed_lines() if dialogue else iter([text or ""])
+            paces, interrupted = write.talk(turns, system)
         else:
-            paces, interrupted = writer.write_on(text)
+            paces, interrupted = write.write_on(text)
     if stats:
         lines = complete.statistics(model, stream, paces)
         seed = [] if features is not None else [f"seed     {options.seed}"]
@@ -125,98 +124,23 @@ def _check_kind(features: bool, as_json: bool, for_text: list[str]) -> None:
         if as_json:
             raise EdgelinError("--json needs --features; text is printed as it is")
         return
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
-        if name in for_text and given:
-            shown = name.upper() if isinstance(parameter, click.Argument) else parameter.opts[-1]
+    given = _given(for_text)
+    for parameter in click.get_current_context().command.params:
+        if parameter.name in given:
+            shown = parameter.opts[-1]
+            shown = shown.upper() if isinstance(parameter, click.Argument) else shown
             raise EdgelinError(f"{shown} is for text; leave it out with --features")
 
 
-class _Writer:
-    """Prints what the model writes, and saves the state.
-
-    Attributes:
-        options: How to write.
-    """
-
-    def __init__(
-        self,
-        model: Bundle,
-        stream: Stream,
-        options: Sampling,
-        output: _Output,
-        save_state: Path | None,
-    ) -> None:
-        self._model, self._stream, self.options = model, stream, options
-        self._output, self._save_state = output, save_state
-        _ = model.text  # refuses a model of features
-
-    def write_on(self, prompt: str | list[int] | None) -> tuple[list[Pace], bool]:
-        """Print what follows a text and save the state; returns as ``answer``."""
-        from edgelin.runtimes import complete
-
-        model, stream, output = self._model, self._stream, self._output
-        with complete.interruptible() as interrupted:
-
-            def ended() -> bool:
-                return interrupted() or output.has_failed()
-
-            paces = complete.complete(
-                model, stream, prompt, self.options, emit=output.emit, interrupted=ended
-            )
-            if self._save_state is not None and stream.outputs is not None:
-                stream.save(self._save_state)
-            else:
-                output.emit(stream.flush())
-        if output.terminal:
-            output.emit("\n")
-        return paces, interrupted()
-
-    def talk(self, turns: Iterator[str], system: str | None) -> tuple[list[Pace], bool]:
-        """Answer one turn after the other; Ctrl-C ends a reply, and with it a single turn."""
-        from edgelin.runtimes import chat
-
-        total: list[Pace] = []
-        interrupted = False
-        for text in turns:
-            first = self._stream.position == 0
-            ids = chat.turn(self._model, text, system=system, first=first)
-            system = None
-            paces, interrupted = self.write_on(ids)
-            total = [a + b for a, b in zip(total, paces, strict=True)] if total else paces
-            if self._output.has_failed():
-                break
-        return total, interrupted
-
-
-def _recommended(model: Bundle, given: dict[str, Any], options: Sampling) -> Sampling:
-    """The options with the authors' settings in the place of our defaults."""
-    from edgelin.runtimes import chat
-
+def _given(names: Iterable[str]) -> list[str]:
+    """Those of the options that stand on the command line."""
     source = click.get_current_context().get_parameter_source
-    asked = {name for name in given if source(name) is not ParameterSource.DEFAULT}
-    settings = {k: v for k, v in chat.defaults(model).items() if k not in asked}
-    return dataclasses.replace(options, **settings)
+    return [name for name in names if source(name) is not ParameterSource.DEFAULT]
 
 
 def _at_terminal() -> bool:
     """Whether a person can be asked."""
     return sys.stdin is not None and sys.stdin.isatty()
-
-
-def _lines() -> Iterator[str]:
-    """What a person types, a turn a line, until the end of input or Ctrl-C; blank lines are not."""
-    while True:
-        try:
-            click.echo("> ", nl=False, err=True)
-            line = input()
-        except (EOFError, KeyboardInterrupt):
-            click.echo(err=True)
-            return
-        if line.strip():
-            yield line
 
 
 def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,21 +17,26 @@ from edgelin import families
 from edgelin.errors import EdgelinError
 from edgelin.families import tokenizers
 from edgelin.families.reading import Fields, Tensors, read_json
+from edgelin.files import staging
 from edgelin.model import SequenceModel
 from edgelin.model_config import ModelConfig
 
 SHARD_BYTES = 1 << 30
+Progress = Callable[[int, int], Any]
 
 
 def convert(
-    folder: str | Path, out: str | Path, *, progress: Callable[[int], Any] = lambda count: None
+    folder: str | Path,
+    out: str | Path,
+    *,
+    progress: Progress = lambda count, total: None,
 ) -> ModelConfig:
     """Write a foreign checkpoint in our own format.
 
     Args:
         folder: Local folder in the Hugging Face shape, or with a ``.pth`` file of RWKV.
         out: Folder to fill; made if missing.
-        progress: Is told the numbers of every tensor that is written.
+        progress: Is told the numbers of every tensor that is written, and those of all.
 
     Returns:
         The model's sizes.
@@ -57,17 +63,40 @@ def convert(
     return config
 
 
+def import_folder(
+    folder: Path, out: Path, *, progress: Progress = lambda count, total: None
+) -> ModelConfig:
+    """:func:`convert` into a new folder, which is there whole or not at all.
+
+    Raises:
+        EdgelinError: As :func:`convert`; ``out`` exists, or ``folder`` is a checkpoint of ours.
+    """
+    if os.path.lexists(out):
+        raise EdgelinError(f"{out} exists; choose another --out")
+    if _is_ours(folder):
+        raise EdgelinError(f"{folder} is a checkpoint of edgelin already; use it as it is")
+    with staging(out) as part:
+        config = convert(folder, part, progress=progress)
+        part.rename(out)
+    return config
+
+
 @contextlib.contextmanager
 def own(folder: Path) -> Iterator[Path]:
     """The folder itself if it is a checkpoint of ours, else a temporary one converted from it."""
-    path = folder / "config.json"
-    bare = not path.is_file() and not list(folder.glob("*.pth"))
-    if bare or (path.is_file() and read_json(path).get("model_type") == checkpoints.MODEL_TYPE):
+    bare = not (folder / "config.json").is_file() and not list(folder.glob("*.pth"))
+    if bare or _is_ours(folder):
         yield folder  # what is wrong with it, reading it as ours will say
         return
     with tempfile.TemporaryDirectory(prefix="edgelin-") as temporary:
         convert(folder, temporary)
         yield Path(temporary)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder's config names our own format."""
+    path = folder / "config.json"
+    return path.is_file() and read_json(path).get("model_type") == checkpoints.MODEL_TYPE
 
 
 def _config(folder: Path) -> tuple[dict[str, Any], str]:
@@ -88,11 +117,12 @@ def _config(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _checked(
-    config: ModelConfig, weights: Iterator[tuple[str, Tensor]], progress: Callable[[int], Any]
+    config: ModelConfig, weights: Iterator[tuple[str, Tensor]], progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters of the model, each once and in its shape."""
     with torch.device("meta"):
         needed = {n: t.shape for n, t in checkpoints.own_tensors(SequenceModel(config)).items()}
+    total = sum(shape.numel() for shape in needed.values())
     for name, tensor in weights:
         if name not in needed:
             raise RuntimeError(f"the family yields {name}, which the model has not (or twice)")
@@ -103,9 +133,9 @@ def _checked(
             )
         del needed[name]
         yield name, tensor.contiguous()
-        progress(tensor.numel())
+        progress(tensor.numel(), total)
     if needed:
         raise RuntimeError(f"the family yields no {', '.join(sorted(needed)[:3])}")
 
 
-__all__ = ["convert", "own", "read_json"]
+__all__ = ["convert", "import_folder", "own", "read_json"]

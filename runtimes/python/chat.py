@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgelin.errors import EdgelinError
 from edgelin.runtimes.text import TextCodec, check_unicode
+from edgelin.runtimes.tokenizer_record import TokenizerRecord
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle
@@ -39,32 +40,39 @@ def turn(bundle: Bundle, text: str, *, system: str | None = None, first: bool = 
     Raises:
         EdgelinError: The bundle has no chat template, the template refuses, or the text is empty.
     """
-    record = bundle.manifest.tokenizer
-    codec = bundle.text
-    assert record is not None  # bundle.text refuses a model of features
-    if record.chat_template is None:
-        raise EdgelinError(
-            f"{bundle.path} has no chat template; leave out --chat, or write a prompt"
-        )
+    template, record = template_of(bundle)
     if not text.strip():
         raise EdgelinError("the turn is empty; say something of at least one character")
     if system is not None and not first:
         raise EdgelinError("the dialogue has begun already; a system text comes before it")
-    words, mark = _Words(codec, record.special_tokens), _unique()
+    words, mark = _Words(bundle.text, record.special_tokens), _unique()
     messages = [{"role": "user", "content": words.protect(text)}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": words.protect(system)})
     if not first:
         messages[:0] = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
-    rendered = render(bundle.path / record.chat_template, messages, record.chat_tokens)
+    rendered = render(template, messages, record.chat_tokens)
     if not first:
         if rendered.count(mark) != 1:
             raise EdgelinError(
-                f"{bundle.path / record.chat_template} does not show the last reply as it was; "
-                f"begin a new stream for every turn"
+                f"{template} does not show the last reply as it was; begin a new stream for every "
+                f"turn"
             )
         rendered = rendered.partition(mark)[2]
     return words.encode(rendered)
+
+
+def template_of(bundle: Bundle) -> tuple[Path, TokenizerRecord]:
+    """The chat template, and the tokenizer that it is for.
+
+    Raises:
+        EdgelinError: The bundle has none, or reads features.
+    """
+    record = bundle.manifest.tokenizer
+    _ = bundle.text  # refuses a model of features
+    if record is None or record.chat_template is None:
+        raise EdgelinError(f"{bundle.path} has no chat template; give a plain prompt instead")
+    return bundle.path / record.chat_template, record
 
 
 def defaults(bundle: Bundle) -> dict[str, Any]:
@@ -189,4 +197,4 @@ def _unique() -> str:
     return f"\ue000{secrets.token_hex(8)}\ue001"
 
 
-__all__ = ["defaults", "render", "turn"]
+__all__ = ["defaults", "render", "template_of", "turn"]

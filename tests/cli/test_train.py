@@ -141,4 +141,4 @@ def test_errors_take_one_line_and_exit_with_1(folder: Path) -> None:
     )
     assert CliRunner().invoke(main, ["train"]).exit_code == 2
     help_text = CliRunner().invoke(main, ["train", "-h"]).stdout
-    assert "Example:\n    edgelin train examples/demo/config.toml" in help_text
+    assert "Examples:\n    edgelin train examples/demo/config.toml" in help_text

@@ -16,13 +16,16 @@ import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
+from edgelin import catalogue, families
 from edgelin import checkpoint as checkpoints
 from edgelin.export import passes
 from edgelin.export.profiles import PROFILES
 from edgelin.export.step_form import step_form
 from edgelin.export.trace import trace
-from edgelin.families.convert import convert
+from edgelin.families.convert import convert, read_json
+from edgelin.families.reading import Tensors
 from edgelin.model import SequenceModel
+from edgelin.model_config import ModelConfig
 
 VOCABULARY = 120
 LENGTHS = (1, 63, 64, 65, 150)
@@ -76,7 +79,8 @@ def check_torch(model: Any, folder: Path, tolerance: float = 1e-4) -> SequenceMo
     """Convert and compare full passes, pieces and single tokens with the oracle's full pass."""
     own = folder.with_name(f"{folder.name}-own")
     convert(folder, own)
-    ours, _ = checkpoints.load(own)
+    ours, config = checkpoints.load(own)
+    check_catalogue(folder, config)
     for batch, time in [(1, 1), (3, 63), (1, 64), (3, 65), (3, 150)]:
         tokens = ids(batch, time)
         near(ours(tokens)[0], full(model, tokens), tolerance, f"full pass of {time}")
@@ -89,6 +93,16 @@ def check_torch(model: Any, folder: Path, tolerance: float = 1e-4) -> SequenceMo
             logits.append(part)
         near(torch.cat(logits, 1), wanted, tolerance, f"pieces {cuts[:4]}")
     return ours
+
+
+def check_catalogue(folder: Path, config: ModelConfig) -> None:
+    """The layers are among those that `edgelin families` names for the family."""
+    path = folder / "config.json"  # which a .pth file has not
+    values = read_json(path) if path.is_file() else families.describe(Tensors(folder))
+    module = families.find(values, str(folder)).__name__
+    said = next(f for f in catalogue.families() if module.endswith(f".{f.name}"))
+    for table in config.mixers.values():
+        assert {part["type"] for part in (table, *table.get("parts", ()))} <= set(said.mixers)
 
 
 @torch.no_grad()
