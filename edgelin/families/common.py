@@ -107,6 +107,33 @@ def gated_mlp(tensors: Tensors, prefix: str) -> Iterator[tuple[str, Tensor]]:
     yield "down_proj.weight", tensors(f"{prefix}down_proj.weight")
 
 
+def experts(
+    tensors: Tensors,
+    prefix: str,
+    count: int,
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of our experts, whose rows of gate and up alternate.
+
+    Args:
+        tensors: Of the checkpoint: all experts in ``gate_up_proj`` `[E, 2 I, H]` and ``down_proj``
+            `[E, H, I]`, or each on its own.
+        prefix: Of the experts' names.
+        count: Experts E.
+        names: Of gate, up and down of an expert on its own.
+    """
+    if tensors.has(f"{prefix}gate_up_proj"):
+        gate, up = tensors(f"{prefix}gate_up_proj").chunk(2, dim=1)
+        down = tensors(f"{prefix}down_proj")
+    else:
+        gate, up, down = (
+            torch.stack([tensors(f"{prefix}{i}.{name}.weight") for i in range(count)])
+            for name in names
+        )
+    yield "gate_up_proj", torch.stack([gate, up], dim=2).flatten(1, 2)
+    yield "down_proj", down
+
+
 def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
     """A tensor times a constant, in float32; a factor of 1 leaves it as it is stored."""
     if isinstance(factor, float | int) and factor == 1:
@@ -270,6 +297,8 @@ def attention(
 __all__ = [
     "attention",
     "attention_table",
+    "experts",
+    "gated_mlp",
     "head",
     "layer_types",
     "mamba2",

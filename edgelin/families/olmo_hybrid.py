@@ -15,7 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from edgelin.errors import EdgelinError
-from edgelin.families.common import gated_mlp, head, layer_types, rope, stacked
+from edgelin.families.common import (
+    attention,
+    attention_table,
+    gated_mlp,
+    head,
+    layer_types,
+    rope,
+    stacked,
+)
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
@@ -38,18 +46,8 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
     kinds = ["deltanet" if (i + 1) % 4 else "attention" for i in range(count)]
     if "attention" not in kinds:
         kinds[-1] = "attention"
-    head_dim, bias = fields.take("head_dim", hidden // heads), fields.take("attention_bias", False)
-    attention = {
-        "type": "attention",
-        "num_heads": heads,
-        "num_kv_heads": fields.take("num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "window": 0,
-        "joint_qk_norm": True,
-        "bias": bias,
-        "out_bias": bias,
-        **_rotation(fields, head_dim),
-    }
+    attending = attention_table(fields)
+    attending |= {"joint_qk_norm": True, **_rotation(fields, attending["head_dim"])}
     key_heads = fields.take("linear_num_key_heads", heads)
     key_dim = fields.take("linear_key_head_dim", int(0.75 * hidden / key_heads))
     deltanet = {
@@ -67,7 +65,7 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
         hidden_size=hidden,
         intermediate_size=fields.take("intermediate_size"),
         layers=layers,
-        mixers={"deltanet": deltanet, "attention": attention},
+        mixers={"deltanet": deltanet, "attention": attending},
         vocab_size=fields.take("vocab_size"),
         norm_places=tuple("after" if kind == "attention" else "before" for kind in layers),
         tie_word_embeddings=fields.take("tie_word_embeddings", False),
@@ -133,9 +131,7 @@ def _deltanet(tensors: Tensors, layer: str, _: ModelConfig) -> Iterator[tuple[st
 def _attention(tensors: Tensors, layer: str, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Parameters of an attention."""
     own = f"{layer}self_attn."
-    for kind in ("weight", "bias") if config.mixers["attention"]["bias"] else ("weight",):
-        yield f"qkv_proj.{kind}", stacked(tensors, *(f"{own}{n}_proj.{kind}" for n in "qkv"))
-        yield f"out_proj.{kind}", tensors(f"{own}o_proj.{kind}")
+    yield from attention(tensors, own, config.mixers["attention"])
     for name in ("q_norm.weight", "k_norm.weight"):
         yield name, tensors(f"{own}{name}")
 
