@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from edgelin import mixers
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
+from edgelin.experts import Experts
 from edgelin.layers import FeatureProjection, LayerNorm, RMSNorm, keep_last, running_mean
 from edgelin.mixers import mlp, parallel
 from edgelin.state import StateSpec
@@ -295,6 +296,9 @@ class SequenceModel(nn.Module):
                 residual = name.rpartition(".")[2] in _RESIDUAL_PROJECTIONS
                 depth = 2 * len(self.config.layers) if residual else 1
                 nn.init.normal_(module.weight, std=_INIT_STD / depth**0.5)
+            if isinstance(module, Experts):
+                depth = 2 * len(self.config.layers)
+                module.reset_parameters(_INIT_STD, _INIT_STD / depth**0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         if isinstance(self.embedding, FeatureProjection):

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
+from edgelin.experts import Experts
 from edgelin.export import attention as attentions
 from edgelin.export import contract, golden, passes, store, target
 from edgelin.export.attention import Attention, Cost
@@ -99,6 +100,7 @@ def _export(
     model, config = checkpoints.load(checkpoint)
     if config.features is not None:
         recipes = {name: recipe and recipe.for_features() for name, recipe in recipes.items()}
+    check_onnxruntime(_oldest(chosen, model, recipes))
     _check_weights(checkpoint, model)
     model = step_form(model)
     if config.features is None:
@@ -142,7 +144,7 @@ class _Export:
             self.checkpoint,
             self.model,
             profile=self.profile,
-            min_onnxruntime=self.profile.min_onnxruntime(quantised=any(recipes.values())),
+            min_onnxruntime=_oldest(self.profile, self.model, recipes),
             default_variant=next(_FILES[name] for name in _PREFERRED if name in recipes),
         )
         _say(f"tracing {len(self.model.config.layers)} layers")
@@ -229,6 +231,12 @@ def _recipes(names: tuple[str, ...]) -> dict[str, Recipe | None]:
         if name not in RECIPES:
             raise EdgelinError(f"--quantize is {name!r}; allowed: {', '.join(RECIPES)}")
     return {name: RECIPES[name] for name in names}
+
+
+def _oldest(profile: Profile, model: SequenceModel, recipes: dict[str, Recipe | None]) -> str:
+    """The oldest onnxruntime for a model's graphs."""
+    experts = any(isinstance(module, Experts) for module in model.modules())
+    return profile.min_onnxruntime(quantised=any(recipes.values()), experts=experts)
 
 
 def _check_weights(checkpoint: Path, model: SequenceModel) -> None:

@@ -113,7 +113,8 @@ def reference(model: SequenceModel, rounded: Mapping[str, Rounded] | None = None
     with torch.no_grad():
         for name, matrix in (rounded or {}).items():
             parameter = exact.get_parameter(name)
-            parameter.copy_(torch.from_numpy(matrix.values(parameter.shape[1])))
+            values = torch.from_numpy(matrix.values(parameter.shape[-1]))
+            parameter.copy_(values.view_as(parameter))
         outputs, states = exact(torch.from_numpy(inputs)[None], exact.initial_state(1, "cpu"))
     return Stream(
         inputs,

@@ -9,6 +9,9 @@ import onnxruntime
 from edgelin.errors import EdgelinError
 from edgelin.recurrences import CHUNK
 
+# QMoE with accuracy_level; older kernels take rounded experts apart before they multiply.
+_MIN_QUANTISED_EXPERTS = "1.31.0"
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -34,9 +37,17 @@ class Profile:
     vendor_ops: bool
     max_time: int | None = CHUNK
 
-    def min_onnxruntime(self, *, quantised: bool) -> str:
-        """Oldest onnxruntime that runs the graphs of a bundle."""
-        return self.min_quantised if quantised else self.min_float
+    def min_onnxruntime(self, *, quantised: bool, experts: bool = False) -> str:
+        """Oldest onnxruntime that runs the graphs of a bundle.
+
+        Args:
+            quantised: Whether some are quantised.
+            experts: Whether the model has layers of experts.
+        """
+        oldest = self.min_quantised if quantised else self.min_float
+        return (
+            max(oldest, _MIN_QUANTISED_EXPERTS, key=_numbers) if quantised and experts else oldest
+        )
 
 
 _ALL = (

@@ -1,12 +1,12 @@
 """Turn the large matrices of a lowered graph into int8 or int4 with MatMulNBits.
 
 Every MatMul by a constant becomes com.microsoft MatMulNBits with accuracy_level 4 (activations in
-int8, one scale a block), the token embedding becomes GatherBlockQuantized. A tied head and
-embedding are rounded once and share their codes and scales. Projections that make the gates of a
-recurrence stay float32 (their errors grow with the length of the stream), as do convolutions,
-norms and states; which ones is decided by words in the parameter's name. A model of features keeps
-its first projection and its head float as well: they are small, and all that it reads or answers
-passes through them.
+int8, one scale a block), the token embedding becomes GatherBlockQuantized, and experts become QMoE.
+A tied head and embedding are rounded once and share their codes and scales. Projections that make
+the gates of a recurrence stay float32 (their errors grow with the length of the stream), as do
+routers, convolutions, norms and states; which ones is decided by words in the parameter's name. A
+model of features keeps its first projection and its head float as well: they are small, and all
+that it reads or answers passes through them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from edgelin.export.passes.edit import add_constant, constant, drop_unused, only_user, replace
+from edgelin.export.passes.experts import experts_nodes
 from edgelin.export.passes.tied_head import tied_heads
 from edgelin.export.rounding import Array, Rounded, round_matrix
 
 # "x": Mamba's x_proj makes the steps dt
-FLOAT_WORDS = ("beta", "decay", "dt", "x", "conv", "norm")
+FLOAT_WORDS = ("beta", "decay", "dt", "x", "router", "conv", "norm")
 _VENDOR = "com.microsoft"
 
 
@@ -109,6 +111,8 @@ def quantise(
             work.lookup(node)
     for node in tied_heads(model):
         work.head(node)
+    for node in experts_nodes(model):
+        work.experts(node)
     for node in list(model.graph):
         if node.op_type == "MatMul" and not node.domain:
             work.matmul(node)
@@ -172,9 +176,28 @@ class _Work:
         if self._stays_float(weight):
             return
         rows = np.ascontiguousarray(matrix.T).astype(np.float32)
-        precise = any(word in (weight.name or "").split(".") for word in self.recipe.precise_words)
-        bits = 8 if precise else self.recipe.bits
-        self._multiply(node, x, weight.name or "", rows, bits)
+        self._multiply(node, x, weight.name or "", rows, self._bits(weight))
+
+    def experts(self, node: ir.Node) -> None:
+        """Give ``experts`` rounded matrices `[E, N, K]`, if blocks fill the rows of both."""
+        x, chosen, weights, *matrices = node.inputs
+        size, bits = self.recipe.block_size, self._bits(matrices[0])
+        found = [(m.name or "", constant(m)) for m in matrices if m is not None]
+        if any(array is None or array.shape[-1] % size for _, array in found):
+            return
+        stored: list[ir.Value | None] = []
+        for name, array in found:
+            assert array is not None
+            own = self._store(name, array.astype(np.float32), bits, flat=True)
+            stored += [*own, *[None] * (3 - len(own))]
+        level = self.recipe.accuracy_level
+        new = ir.node(
+            node.op_type,
+            [x, chosen, weights, *stored],
+            attributes={"bits": bits, "block_size": size, "accuracy_level": level},
+            domain=node.domain,
+        )
+        replace(self.model, node, [new], new.outputs)
 
     def _multiply(
         self, node: ir.Node, x: ir.Value | None, name: str, rows: Array, bits: int
@@ -203,22 +226,32 @@ class _Work:
         else:
             replace(self.model, node, [new], new.outputs)
 
+    def _bits(self, weight: ir.Value | None) -> int:
+        """Bits of the codes of a matrix."""
+        words = (weight.name or "").split(".") if weight is not None else []
+        precise = any(word in words for word in self.recipe.precise_words)
+        return 8 if precise else self.recipe.bits
+
     def _store(self, name: str, rows: Array, bits: int, *, flat: bool) -> list[ir.Value]:
-        """Initializers of a rounded matrix: codes, scales and, if asymmetric, zero points."""
+        """Initializers of rounded rows `[..., K]`: codes, scales, if asymmetric zero points."""
+        matrix, lead = rows.reshape(-1, rows.shape[-1]), rows.shape[:-1]
         if name not in self.outcome.rounded:
-            self.outcome.rounded[name] = self._round(name, rows, bits)
+            self.outcome.rounded[name] = self._round(name, matrix, bits)
             self.progress(rows.size)
         rounded = self.outcome.rounded[name]
         # Where blocks fill the rows, both have the same bytes, and the file holds them once.
-        codes = rounded.packed_rows(rows.shape[1]) if flat else rounded.packed()
-        values = [
-            add_constant(self.model, f"{name}_q{bits}{'_rows' if flat else ''}", codes),
-            add_constant(self.model, f"{name}_scales", rounded.scales),
-        ]
+        codes = rounded.packed_rows(rows.shape[-1]) if flat else rounded.packed()
+        arrays: dict[str, npt.NDArray[Any]] = {
+            f"q{bits}{'_rows' if flat else ''}": codes,
+            "scales": rounded.scales,
+        }
         zero_points = rounded.packed_zero_points()
         if zero_points is not None:
-            values.append(add_constant(self.model, f"{name}_zero_points", zero_points))
-        return values
+            arrays["zero_points"] = zero_points
+        return [
+            add_constant(self.model, f"{name}_{key}", array.reshape(*lead, *array.shape[1:]))
+            for key, array in arrays.items()
+        ]
 
     def _round(self, name: str, rows: Array, bits: int) -> Rounded:
         """Round one matrix and note its error."""

@@ -23,6 +23,7 @@ from onnxscript import optimizer
 
 from edgelin.errors import EdgelinError
 from edgelin.export.contract import signature
+from edgelin.export.passes.experts import OP_TYPE as EXPERTS
 from edgelin.export.passes.lower_recurrences import DOMAIN, OPERATORS
 from edgelin.recurrences import CHUNK
 from edgelin.state import GROWING, StateSpec
@@ -133,7 +134,7 @@ class _Positional(torch.nn.Module):
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """For every operator that a pass lowers later, a function that writes its opaque node."""
     table: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for name in (*OPERATORS, "keep_last"):
+    for name in (*OPERATORS, EXPERTS, "keep_last"):
         if hasattr(torch.ops.edgelin, name):  # only those of the model's mixers are loaded
             overload = getattr(torch.ops.edgelin, name).default
             table[overload] = _opaque(name, overload._schema)

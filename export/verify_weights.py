@@ -9,7 +9,9 @@ bit of a sum moves a weight that lies in the middle of two codes.) All other wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
 from edgelin.export import passes
+from edgelin.export.passes import experts
 from edgelin.export.profiles import find
 from edgelin.export.rounding import round_matrix
 from edgelin.export.step_form import load
@@ -27,7 +30,12 @@ from edgelin.export.trace import trace
 
 Array = NDArray[Any]
 
-_QUANTISED = ("MatMulNBits", "GatherBlockQuantized")
+# Where a node has the codes, scales and zero points of each of its rounded matrices.
+_PLACES = {
+    "MatMulNBits": ((1, 2, 3),),
+    "GatherBlockQuantized": ((0, 2, 3),),
+    "QMoE": experts.PLACES,
+}
 _ROOM = 1e-3  # of a block's squared error, for other machines' last bits
 _LAST_BITS = 1e-6  # of a block's largest weight: float32 products
 _SHOWN = 3
@@ -84,11 +92,10 @@ def _wrong(
     """Names of the parameters that the graph holds with other values, or not at all."""
     seen = set()
     for node in model.graph:
-        if node.op_type in _QUANTISED:
-            name = _parameter(node, weights)
-            seen.add(name)
-            if not _is_rounding(node, weights.get(name)):
-                yield name
+        for stored in _stored(node, weights):
+            seen.add(stored.name)
+            if not _is_rounding(stored, weights.get(stored.name)):
+                yield stored.name
     constants = [_content(value) for value in model.graph.initializers.values()]
     for name, value in model.graph.initializers.items():
         if name not in weights:
@@ -109,11 +116,42 @@ def _wrong(
         yield from lost
 
 
-def _parameter(node: ir.Node, weights: dict[str, Array]) -> str:
-    """Name of the parameter whose codes a node reads."""
-    codes = node.inputs[1 if node.op_type == "MatMulNBits" else 0]
-    name = codes.name or "" if codes is not None else ""
-    return next((known for known in _stems(name) if known in weights), name)
+@dataclass(frozen=True)
+class _Stored:
+    """A rounded matrix, or one an expert, as a node reads it.
+
+    Args:
+        name: Of the parameter.
+        codes: As they are packed.
+        scales: One a block.
+        zeros: Zero points as they are packed; None: all in the middle.
+        bits: Of a code.
+        block_size: Weights that share a scale.
+    """
+
+    name: str
+    codes: Array
+    scales: Array
+    zeros: Array | None
+    bits: int
+    block_size: int
+
+
+def _stored(node: ir.Node, weights: dict[str, Array]) -> Iterator[_Stored]:
+    """The rounded matrices that a node reads."""
+    attributes = node.attributes
+    bits = attributes.get_int("bits", attributes.get_int("expert_weight_bits", 0))
+    for places in _PLACES.get(node.op_type, ()):
+        codes, scales, zeros = (node.inputs[i] if i < len(node.inputs) else None for i in places)
+        name = codes.name or "" if codes is not None else ""
+        yield _Stored(
+            next((known for known in _stems(name) if known in weights), name),
+            _content(codes),
+            _content(scales),
+            None if zeros is None else _content(zeros),
+            bits,
+            attributes.get_int("block_size", 0),
+        )
 
 
 def _stems(name: str) -> list[str]:
@@ -125,40 +163,41 @@ def rounded_weights(graph: Path, weights: dict[str, Array]) -> dict[str, Array]:
     """What the quantised matrices of a graph stand for, by parameter, once they were checked."""
     found = {}
     for node in ir.load(graph).graph:
-        if node.op_type in _QUANTISED:
-            name = _parameter(node, weights)
-            found[name] = _values(node, weights[name].shape)
-    return {name: values for name, values in found.items() if values is not None}
+        for stored in _stored(node, weights):
+            values = _values(stored, weights[stored.name].shape)
+            if values is not None:
+                found[stored.name] = values.reshape(weights[stored.name].shape)
+    return found
 
 
-def _is_rounding(node: ir.Node, wanted: Array | None) -> bool:
-    """Whether a node's matrix rounds ``wanted`` [N, K] as well as the exporter would."""
-    found = None if wanted is None or wanted.ndim != 2 else _values(node, wanted.shape)
-    if wanted is None or found is None:
+def _is_rounding(stored: _Stored, wanted: Array | None) -> bool:
+    """Whether a matrix rounds ``wanted`` [..., K] as well as the exporter would."""
+    if wanted is None or wanted.ndim not in (2, 3):
         return False
-    bits = node.attributes.get_int("bits", 0)
-    size = node.attributes.get_int("block_size", 0)
-    symmetric = len(node.inputs) < 4 or node.inputs[3] is None
-    best = round_matrix(wanted, bits, size, symmetric=symmetric).values(wanted.shape[1])
-    error, limit = (_block_errors(values - wanted, size) for values in (found, best))
-    slack = size * np.square(_LAST_BITS * _blocks(np.abs(wanted), size).max(-1))
+    found = _values(stored, wanted.shape)
+    if found is None:
+        return False
+    size, width = stored.block_size, wanted.shape[-1]
+    rows: Array = wanted.reshape(-1, width)
+    best = round_matrix(rows, stored.bits, size, symmetric=stored.zeros is None).values(width)
+    error, limit = (_block_errors(values - rows, size) for values in (found, best))
+    slack = size * np.square(_LAST_BITS * _blocks(np.abs(rows), size).max(-1))
     return bool((error <= (1 + _ROOM) * limit + slack).all())  # NaN is not
 
 
-def _values(node: ir.Node, shape: tuple[int, ...]) -> Array | None:
-    """The matrix `[N, K]` that a node's codes stand for; None if they are of another shape."""
-    bits = node.attributes.get_int("bits", 0)
-    size = node.attributes.get_int("block_size", 0)
+def _values(stored: _Stored, shape: tuple[int, ...]) -> Array | None:
+    """The rows `[N, K]` that codes stand for, of all experts; None if there are others."""
+    bits, size = stored.bits, stored.block_size
     if bits not in (4, 8) or size < 2:
         return None
-    rows, width = shape
+    rows, width = math.prod(shape[:-1]), shape[-1]
     count = -(-width // size)
-    first, *rest = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
-    tensors = [_content(v) for i in (first, *rest) for v in node.inputs[i : i + 1] if v is not None]
-    codes, scales, *zeros = (array.reshape(rows, -1) for array in tensors)
+    codes, scales = (array.reshape(rows, -1) for array in (stored.codes, stored.scales))
     codes = _unpack(codes, bits)[:, :width]
-    zero = _unpack(zeros[0], bits)[:, :count] if zeros else np.full((rows, count), 1 << (bits - 1))
-    if codes.shape != shape or scales.shape != zero.shape or zero.shape != (rows, count):
+    zero = np.full((rows, count), 1 << (bits - 1))
+    if stored.zeros is not None:
+        zero = _unpack(stored.zeros.reshape(rows, -1), bits)[:, :count]
+    if codes.shape != (rows, width) or not scales.shape == zero.shape == (rows, count):
         return None
     spread = [np.repeat(array, size, axis=1)[:, :width] for array in (scales, zero)]
     values: Array = (codes.astype(np.float32) - spread[1].astype(np.float32)) * spread[0]
@@ -199,7 +238,7 @@ def _equal(one: Array, other: Array) -> bool:
     return one.shape == other.shape and bool(np.allclose(one, other, rtol=1e-6, atol=0))
 
 
-def _content(value: ir.Value) -> Array:
+def _content(value: ir.Value | None) -> Array:
     """Content of an initializer; nothing for a value that is computed."""
-    tensor = value.const_value
+    tensor = value.const_value if value is not None else None
     return np.zeros(0) if tensor is None else tensor.numpy()

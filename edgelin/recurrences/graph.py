@@ -22,14 +22,18 @@ class Graph:
     Args:
         time: int64 `[1]` value that holds T of the call (``Shape(input, start=1, end=2)``).
         chunk: Largest T that a one-chunk form must serve.
+        prefix: Of the names of constants, another for every builder of a graph.
     """
 
-    def __init__(self, time: ir.Value | None = None, chunk: int = 64) -> None:
+    def __init__(
+        self, time: ir.Value | None = None, chunk: int = 64, prefix: str = "edgelin_const"
+    ) -> None:
         self.nodes: list[ir.Node] = []
         self.preamble: list[ir.Node] = []
         self.initializers: dict[str, ir.Value] = {}
         self.chunk = chunk
         self.time = time
+        self._prefix = prefix
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
         self._shared: dict[Any, Any] = {}
         self._target = self.nodes
@@ -55,7 +59,7 @@ class Graph:
         array = np.asarray(value, dtype=dtype)
         key = (array.shape, str(array.dtype), array.tobytes())
         if key not in self._constants:
-            name = f"edgelin_const_{len(self._constants)}"
+            name = f"{self._prefix}_{len(self._constants)}"
             value_ = ir.Value(
                 name=name,
                 shape=ir.Shape(array.shape),

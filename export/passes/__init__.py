@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from edgelin.export.passes.edit import drop_unused
+from edgelin.export.passes.experts import lower_experts
 from edgelin.export.passes.fold import fold
 from edgelin.export.passes.hoist_reshapes import hoist_reshapes
 from edgelin.export.passes.lower_recurrences import lower_recurrences
@@ -24,7 +25,7 @@ from edgelin.export.profiles import Profile
 
 
 def lower(model: ir.Model, profile: Profile) -> None:
-    """Turn a traced graph into one of the profile; the tied head stays opaque for ``quantise``."""
+    """Turn a traced graph into one of the profile; tied head and experts stay opaque."""
     clean_reshapes(model)
     simplify_softplus(model)
     select_logits(model)
@@ -47,6 +48,7 @@ def lower(model: ir.Model, profile: Profile) -> None:
 
 def finish(model: ir.Model, profile: Profile) -> None:
     """Lower what quantisation left, and stamp the opset."""
+    lower_experts(model, fused=profile.vendor_ops)
     (fuse_tied_head if profile.vendor_ops else plain_tied_head)(model)
     drop_unused(model)
     set_opset(model, profile)
