@@ -1,27 +1,29 @@
-"""Qwen3.5 and Qwen3.6, text (``qwen3_5``, ``qwen3_5_text``: 0.8B to 27B): Gated DeltaNet and gated
-attention, 3 to 1.
+"""Qwen3.5 and Qwen3.6, text (``qwen3_5``: 0.8B to 27B; ``qwen3_5_moe``: 35B-A3B): Gated DeltaNet
+and gated attention, 3 to 1.
 
-A layer is a mixer and a gated MLP, each behind an RMSNorm whose factor is 1 + weight; so are the
-final norm and those of queries and keys, but not the norm in Gated DeltaNet. A key head serves
-several value heads. ``q_proj`` of the attention holds, head by head, the rows of the query and of
-the gate. A quarter of a head is rotated; of the three positions of a token in pictures, text has
-only one, so that ``mrope_section`` changes nothing. Published checkpoints carry the text model's
-config inside (``text_config``), a tower for pictures and a head that guesses further tokens ahead.
+A layer is a mixer and a gated MLP (or experts, and a gated MLP with a gate of its own for every
+token), each behind an RMSNorm whose factor is 1 + weight; so are the final norm and those of
+queries and keys, but not the norm in Gated DeltaNet. A key head serves several value heads.
+``q_proj`` of the attention holds, head by head, the rows of the query and of the gate. A quarter of
+a head is rotated; of the three positions of a token in pictures, text has only one, so that
+``mrope_section`` changes nothing. Published checkpoints carry the text model's config inside
+(``text_config``), a tower for pictures and a head that guesses further tokens ahead.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from edgelin.families.common import gated_mlp, head, layer_types, rope, stacked
+from edgelin.families.common import experts, gated_mlp, head, layer_types, rope, stacked
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 SKIP = r"^mtp\.|^(model\.)?visual\."
 Part = Callable[[Tensors, str, ModelConfig], Iterator[tuple[str, Tensor]]]
 _WORDS = {"linear_attention": "deltanet", "full_attention": "attention"}
@@ -30,6 +32,7 @@ _WORDS = {"linear_attention": "deltanet", "full_attention": "attention"}
 def read(fields: Fields) -> tuple[ModelConfig, object]:
     """Sizes, and the function that yields our parameters."""
     text = fields.nested("text_config") if fields.has("text_config") else fields
+    text.expect("norm_topk_prob", True)
     config = sizes(text)
     if text is not fields:
         text.finish()
@@ -69,15 +72,39 @@ def sizes(fields: Fields) -> ModelConfig:
         "value_dim": fields.take("linear_value_head_dim"),
         "conv_size": fields.take("linear_conv_kernel_dim"),
     }
+    width, mlps, branches = _mlps(fields, count)
     return ModelConfig(
         hidden_size=fields.take("hidden_size"),
-        intermediate_size=fields.take("intermediate_size"),
+        intermediate_size=width,
         layers=tuple(layer_types(fields, _WORDS, kinds)),
-        mixers={"deltanet": deltanet, "attention": attention},
+        mixers={"deltanet": deltanet, "attention": attention, **branches},
+        mlps=mlps,
         vocab_size=fields.take("vocab_size"),
         tie_word_embeddings=fields.take("tie_word_embeddings", False),
         rms_norm_eps=fields.take("rms_norm_eps"),
     )
+
+
+def _mlps(fields: Fields, count: int) -> tuple[int, tuple[str, ...], dict[str, dict[str, Any]]]:
+    """Width of the MLPs, or what follows every mixer and the tables of that."""
+    fields.ignore("router_aux_loss_coef")
+    every, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
+    moe = {
+        "type": "moe",
+        "num_experts": fields.take("num_experts", 0),
+        "experts_per_token": fields.take("num_experts_per_tok", 0),
+        "intermediate_size": fields.take("moe_intermediate_size", 0),
+        "norm_topk_prob": fields.take("norm_topk_prob", True),
+        "shared_size": fields.take("shared_expert_intermediate_size", 0),
+        "shared_gate": True,
+    }
+    sparse = [(i + 1) % every == 0 and i not in dense for i in range(count)]
+    if not moe["num_experts"] or not any(sparse):
+        return fields.take("intermediate_size"), (), {}
+    branches, width = {"moe": moe}, fields.take("intermediate_size", 0)
+    if not all(sparse):
+        branches["mlp"] = {"type": "mlp", "intermediate_size": width}
+    return 0, tuple("moe" if with_experts else "mlp" for with_experts in sparse), branches
 
 
 def weights(tensors: Tensors, config: ModelConfig, deltanet: Part) -> Iterator[tuple[str, Tensor]]:
@@ -92,7 +119,8 @@ def weights(tensors: Tensors, config: ModelConfig, deltanet: Part) -> Iterator[t
         for name, tensor in part(tensors, theirs, config):
             yield f"{ours}mixer.{name}", tensor
         yield f"{ours}mlp_norm.weight", _factor(tensors, f"{theirs}post_attention_layernorm")
-        for name, tensor in gated_mlp(tensors, f"{theirs}mlp."):
+        sparse = bool(config.mlps) and config.mlps[i] == "moe"
+        for name, tensor in (_moe if sparse else _mlp)(tensors, theirs, config):
             yield f"{ours}mlp.{name}", tensor
     yield "norm.weight", _factor(tensors, f"{model}norm")
     embedding = f"{model}embed_tokens.weight"
@@ -102,6 +130,22 @@ def weights(tensors: Tensors, config: ModelConfig, deltanet: Part) -> Iterator[t
 def _factor(tensors: Tensors, name: str) -> Tensor:
     """The factor of a norm that is stored as its distance from 1."""
     return 1 + tensors.full(f"{name}.weight")
+
+
+def _mlp(tensors: Tensors, layer: str, _: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a gated MLP."""
+    yield from gated_mlp(tensors, f"{layer}mlp.")
+
+
+def _moe(tensors: Tensors, layer: str, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of experts and of the MLP beside them."""
+    own = f"{layer}mlp."
+    yield "router.weight", tensors(f"{own}gate.weight")
+    for name, tensor in experts(tensors, f"{own}experts.", config.mixers["moe"]["num_experts"]):
+        yield f"experts.{name}", tensor
+    for name, tensor in gated_mlp(tensors, f"{own}shared_expert."):
+        yield f"shared.{name}", tensor
+    yield "shared_router.weight", tensors(f"{own}shared_expert_gate.weight")
 
 
 def _deltanet(tensors: Tensors, layer: str, _: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Qwen3-Next without experts (``qwen3_next``): the layers of Qwen3.5, with other rows.
+"""Qwen3-Next (``qwen3_next``: 80B-A3B): the layers of Qwen3.5, with other rows.
 
 ``in_proj_qkvz`` holds, key head by key head, the rows of its query, its key, and the values and
 output gates of the value heads that it serves; ``in_proj_ba`` those of beta and of the decay.
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edgelin.errors import EdgelinError
 from edgelin.families.qwen3_5 import deltanet_core, sizes, weights
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
@@ -23,18 +22,6 @@ SKIP = r"^mtp\."
 def read(fields: Fields) -> tuple[ModelConfig, object]:
     """Sizes, and the function that yields our parameters."""
     config = sizes(fields)
-    every, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
-    if (experts := fields.take("num_experts")) and any(
-        (i + 1) % every == 0 and i not in dense for i in range(len(config.layers))
-    ):
-        raise EdgelinError(
-            f"{fields.where}: num_experts is {experts}; supported: 0, or mlp_only_layers that "
-            f"names all layers"
-        )
-    fields.ignore(
-        "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok",
-        "norm_topk_prob", "router_aux_loss_coef",
-    )  # fmt: skip
     return config, lambda tensors: weights(tensors, config, _deltanet)
 
 

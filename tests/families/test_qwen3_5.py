@@ -14,6 +14,8 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5TextConfig,
 )
 
@@ -90,6 +92,25 @@ def test_a_model_of_text_and_pictures(tmp_path: Path, tied: bool) -> None:
     oracle.check_torch(theirs, folder)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_experts(tmp_path: Path, together: bool) -> None:
+    """The experts of a layer in one tensor, as published, or each on its own."""
+    sizes = {
+        **SIZES, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20, "num_hidden_layers": 2,
+    }  # fmt: skip
+    del sizes["intermediate_size"]
+    config = Qwen3_5MoeConfig(text_config=sizes, vision_config=VISION)
+    theirs = oracle.randomise(Qwen3_5MoeForConditionalGeneration(config), scale=SCALE)
+    folder = oracle.save(theirs, tmp_path / "m")
+    path = folder / "model.safetensors"
+    if together:
+        own = {k: v.detach() for k, v in theirs.named_parameters() if ".mlp.experts." in k}
+        kept = {k: v for k, v in load_file(path).items() if ".mlp.experts." not in k}
+        save_file({**kept, **own}, path, metadata={"format": "pt"})
+    oracle.check_torch(theirs, folder)
+
+
 @pytest.mark.parametrize("share", [0.5, None])
 def test_older_spellings(tmp_path: Path, share: float | None) -> None:
     theirs = model(rope_parameters={**ROPE, "partial_rotary_factor": share or 0.25})
@@ -104,7 +125,8 @@ def test_older_spellings(tmp_path: Path, share: float | None) -> None:
     [
         ({"attn_output_gate": False}, "attn_output_gate is False; supported: True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu', 'swish'"),
-        ({"num_experts": 8}, "has 'num_experts', which this family does not know"),
+        ({"num_expert": 8}, "has 'num_expert', which this family does not know"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False; supported: True"),
         ({"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "rope_type is 'yarn'"),
         ({"rope_parameters": {**ROPE, "factor": 4.0}}, "rope_parameters has 'factor'"),
         ({"layer_types": ["linear_attention", "sliding_attention", "linear_attention"]}, "layer_t"),
