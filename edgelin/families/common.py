@@ -112,19 +112,21 @@ def experts(
     prefix: str,
     count: int,
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    together: Sequence[str] = ("gate_up_proj", "down_proj"),
 ) -> Iterator[tuple[str, Tensor]]:
     """Parameters of our experts, whose rows of gate and up alternate.
 
     Args:
-        tensors: Of the checkpoint: all experts in ``gate_up_proj`` `[E, 2 I, H]` and ``down_proj``
-            `[E, H, I]`, or each on its own.
+        tensors: Of the checkpoint: all experts in one tensor, or each on its own.
         prefix: Of the experts' names.
         count: Experts E.
         names: Of gate, up and down of an expert on its own.
+        together: Of gate and up of all experts `[E, 2 I, H]`, and of down `[E, H, I]`.
     """
-    if tensors.has(f"{prefix}gate_up_proj"):
-        gate, up = tensors(f"{prefix}gate_up_proj").chunk(2, dim=1)
-        down = tensors(f"{prefix}down_proj")
+    if tensors.has(f"{prefix}{together[0]}"):
+        gate, up = tensors(f"{prefix}{together[0]}").chunk(2, dim=1)
+        down = tensors(f"{prefix}{together[1]}")
     else:
         gate, up, down = (
             torch.stack([tensors(f"{prefix}{i}.{name}.weight") for i in range(count)])

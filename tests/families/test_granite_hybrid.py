@@ -14,6 +14,7 @@ from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert, read_json
 
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4,
     "logits_scaling": 1.7,
@@ -41,6 +42,12 @@ def test_logits(tmp_path: Path, dtype: torch.dtype) -> None:
         oracle.check_graphs(theirs, ours)
 
 
+def test_graphs_with_experts(tmp_path: Path) -> None:
+    theirs = model(**EXPERTS)
+    ours = oracle.check_torch(theirs, oracle.save(theirs, tmp_path / "m"))
+    oracle.check_graphs(theirs, ours)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -49,6 +56,7 @@ def test_logits(tmp_path: Path, dtype: torch.dtype) -> None:
         {"position_embedding_type": "nope", "mamba_conv_bias": False, "mamba_d_conv": 3},
         {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},
         {"layer_types": None, "time_step_limit": (0.5, 1.5)},
+        {**EXPERTS, "num_experts_per_tok": 5, "tie_word_embeddings": True},
         dict.fromkeys(MULTIPLIERS, 1.0),
     ],
     ids=str,
@@ -79,7 +87,7 @@ def test_keys_of_the_first_configs(tmp_path: Path) -> None:
     [
         ({"mamba_expand": 3}, "mamba_n_heads = 4 heads of mamba_d_head = 16 are not the 96"),
         ({"value_multiplier": 2.0}, "'value_multiplier', which this family does not know"),
-        ({"num_local_experts": 4}, "num_local_experts is 4; supported: 0"),
+        (EXPERTS, r"lacks the tensor model\.layers\.0\.block_sparse_moe\.router"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; supported"),
         ({"normalization_function": "layernorm"}, "normalization_function is 'layernorm'"),
