@@ -1,6 +1,7 @@
-"""Jamba without experts (``jamba``: Jamba-Reasoning-3B, Jamba2-3B): Mamba and a few of attention.
+"""Jamba (``jamba``: Jamba-Reasoning-3B, Jamba2-3B, and Mini with experts): Mamba, some attention.
 
-Every layer is a mixer and a gated MLP. The Mamba layers have norms on the step, B and C; attention
+Every layer is a mixer and a gated MLP, or experts of the same width in every other layer of the
+larger models (``expert_layer_period``). The Mamba layers have norms on the step, B and C; attention
 knows no positions.
 """
 
@@ -11,8 +12,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from edgelin.errors import EdgelinError
-from edgelin.families.common import gated_mlp, head, mamba, stacked
+from edgelin.families.common import experts, gated_mlp, head, mamba, stacked
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
@@ -27,13 +27,14 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
         "use_mamba_kernels", "use_mambapy", "use_associative_scan", "router_aux_loss_coef",
         "calc_logits_for_entire_prompt", "n_ctx",
     )  # fmt: skip
-    kinds = _kinds(fields)
-    _refuse_experts(fields, len(kinds))
+    kinds, width = _kinds(fields), fields.take("intermediate_size")
+    mlps, branches = _mlps(fields, len(kinds), width)
     config = ModelConfig(
         hidden_size=fields.take("hidden_size"),
-        intermediate_size=fields.take("intermediate_size"),
+        intermediate_size=0 if mlps else width,
         layers=kinds,
-        mixers={"mamba": _mamba(fields), "attention": _attention(fields)},
+        mixers={"mamba": _mamba(fields), "attention": _attention(fields), **branches},
+        mlps=mlps,
         vocab_size=fields.take("vocab_size"),
         tie_word_embeddings=fields.take("tie_word_embeddings", False),
         rms_norm_eps=fields.take("rms_norm_eps", 1e-6),
@@ -52,16 +53,24 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _refuse_experts(fields: Fields, count: int) -> None:
-    """Refuse a model in which a layer has more than one expert."""
-    experts = fields.first("num_experts", "num_local_experts", default=16)
+def _mlps(
+    fields: Fields, count: int, width: int
+) -> tuple[tuple[str, ...], dict[str, dict[str, object]]]:
+    """What follows the mixers, and the tables of that; nothing where all are MLPs."""
+    number = fields.first("num_experts", "num_local_experts", default=16)
     period, offset = fields.take("expert_layer_period", 2), fields.take("expert_layer_offset", 1)
-    fields.ignore("num_experts_per_tok")
-    if experts > 1 and any(i % period == offset for i in range(count)):
-        raise EdgelinError(
-            f"{fields.where}: num_experts is {experts}; this family reads Jamba without experts "
-            f"only (num_experts = 1)"
-        )
+    moe = {
+        "type": "moe",
+        "num_experts": number,
+        "experts_per_token": fields.take("num_experts_per_tok", 2),
+        "intermediate_size": width,
+        "norm_topk_prob": False,
+    }
+    names = tuple("moe" if i % period == offset else "mlp" for i in range(count))
+    if number == 1 or "moe" not in names:
+        return (), {}
+    tables = {"moe": moe, "mlp": {"type": "mlp", "intermediate_size": width}}
+    return names, {name: tables[name] for name in sorted(set(names))}
 
 
 def _mamba(fields: Fields) -> dict[str, object]:
@@ -109,7 +118,14 @@ def _weights(tensors: Tensors, config: ModelConfig) -> Iterator[tuple[str, Tenso
             yield f"{ours}mixer.qkv_proj.weight", rows
             yield f"{ours}mixer.out_proj.weight", tensors(f"{theirs}self_attn.o_proj.weight")
         yield f"{ours}mlp_norm.weight", tensors(f"{theirs}pre_ff_layernorm.weight")
-        for name, tensor in gated_mlp(tensors, f"{theirs}feed_forward."):
-            yield f"{ours}mlp.{name}", tensor
+        own = f"{theirs}feed_forward."
+        if config.mlps and config.mlps[i] == "moe":
+            yield f"{ours}mlp.router.weight", tensors(f"{own}router.weight")
+            count = config.mixers["moe"]["num_experts"]
+            for name, tensor in experts(tensors, f"{own}experts.", count):
+                yield f"{ours}mlp.experts.{name}", tensor
+        else:
+            for name, tensor in gated_mlp(tensors, own):
+                yield f"{ours}mlp.{name}", tensor
     yield "norm.weight", tensors("model.final_layernorm.weight")
     yield from head(tensors, config.tie_word_embeddings)

@@ -34,6 +34,12 @@ def test_logits(tmp_path: Path, dtype: torch.dtype) -> None:
         oracle.check_graphs(theirs, ours)
 
 
+def test_graphs_with_experts(tmp_path: Path) -> None:
+    theirs = model(num_experts=4, num_experts_per_tok=2)
+    ours = oracle.check_torch(theirs, oracle.save(theirs, tmp_path / "m"))
+    oracle.check_graphs(theirs, ours)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -42,6 +48,8 @@ def test_logits(tmp_path: Path, dtype: torch.dtype) -> None:
         {"rms_norm_eps": 1e-2, "num_key_value_heads": 4},
         {"attn_layer_period": 2, "attn_layer_offset": 0, "num_key_value_heads": 1},
         {"num_experts": 4, "expert_layer_period": 9, "expert_layer_offset": 8},  # of 3 layers
+        {"num_experts": 3, "expert_layer_period": 1, "expert_layer_offset": 0},
+        {"num_experts": 5, "num_experts_per_tok": 1, "expert_layer_offset": 0},
     ],
     ids=str,
 )
@@ -54,7 +62,7 @@ def test_switches(tmp_path: Path, changes: dict[str, Any]) -> None:
     "changes, message",
     [
         ({"sliding_window": 8}, "'sliding_window', which this family does not know"),
-        ({"num_experts": 4}, "num_experts is 4; this family reads Jamba without experts"),
+        ({"num_experts": 4}, r"lacks the tensor model\.layers\.1\.feed_forward\.router"),
         ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms is False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attn_layer_offset": 2}, r"lacks the tensor model\.layers\.1\.mamba\.in_proj"),
