@@ -81,6 +81,19 @@ def test_original_layout(tmp_path: Path, tied: bool) -> None:
         convert(change(folder, ssm_cfg={"d_state": 6, "headdim": 4}), tmp_path / "own")
 
 
+def test_original_layout_with_layer_norms(tmp_path: Path) -> None:
+    """``rms_norm`` false, which the original code can do and transformers cannot."""
+    theirs = model("mamba", use_bias=False, tie_word_embeddings=True)
+    for block in theirs.backbone.layers:
+        block.norm = torch.nn.LayerNorm(32, eps=1e-5)
+    theirs.backbone.norm_f = torch.nn.LayerNorm(32, eps=1e-5)
+    oracle.randomise(theirs)
+    folder = oracle.save(theirs, tmp_path / "m")
+    config = {"d_model": 32, "n_layer": 2, "vocab_size": oracle.VOCABULARY, "rms_norm": False}
+    (folder / "config.json").write_text(json.dumps({**config, "ssm_cfg": {"d_state": 6}}))
+    oracle.check_torch(theirs, folder)
+
+
 def test_keys_that_conversions_of_the_original_left(tmp_path: Path) -> None:
     """As ``mamba-130m-hf``."""
     theirs = model("mamba", use_bias=False)
