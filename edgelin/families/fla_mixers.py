@@ -262,11 +262,10 @@ def _linear_attn(fields: Fields, hidden: int) -> Reader:
         q, k, v = _qkv(tensors, prefix, table, group)
         if kind == "t2r":
             q, k = (
-                (learned(part, "layer.weight") @ rows.float().unflatten(0, (heads, -1))).flatten(
-                    0, 1
-                )
+                torch.matmul(learned(part, "layer.weight"), rows.float().unflatten(0, (heads, -1)))
                 for part, rows in (("q", q), ("k", k))
             )
+            q, k = q.flatten(0, 1), k.flatten(0, 1)
         yield "qkv_proj.weight", torch.cat([q, k, v])
         if kind == "elementwise_product":
             for name in ("weight", "bias"):
@@ -274,10 +273,8 @@ def _linear_attn(fields: Fields, hidden: int) -> Reader:
                     torch.cat([learned(part, f"layer{i}.{name}") for i in (1, 2)]) for part in "qk"
                 ]
                 each = torch.stack(both).repeat_interleave(heads, dim=0)
-                yield (
-                    f"feature_map.{name}",
-                    each.transpose(1, 2) if name == "weight" else each[:, None],
-                )
+                each = each.transpose(1, 2) if name == "weight" else each[:, None]
+                yield f"feature_map.{name}", each
         yield "norm.weight", _norm(tensors, prefix, ("norm",), table["value_dim"], affine)
         yield "out_proj.weight", tensors(f"{prefix}o_proj.weight")
 

@@ -16,6 +16,10 @@ from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
 MODEL_TYPES = ("rwkv7",)
+CHECKED = """
+    logits beside a float64 model written from RWKV-LM, in both layouts; fla 0.6.0's own class gives
+    the same to 2e-6 for 12 tokens (Triton's interpreter)
+"""
 _RANKS = {"decay": "w", "beta": "a", "gate": "g", "value_beta": "v"}
 _PROJECTIONS = {
     "r_proj.weight": ("r_proj.weight", "receptance.weight"),
