@@ -21,8 +21,8 @@ from edgelin.model_config import ModelConfig
 
 MODEL_TYPES = tuple(fla_mixers.READERS)
 CHECKED = """
-    logits beside a float64 model written from the code of fla 0.6.0, whose own classes give the same
-    to 3e-5 for 12 tokens (Triton's interpreter)
+    logits beside a float64 model written from the code of fla 0.6.0, whose own classes give
+    the same to 3e-5 for 12 tokens (Triton's interpreter)
 """
 
 

@@ -82,7 +82,7 @@ def test_encoder_is_not_exported() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"feature_map": "relu"}, "feature_map is 'relu'; allowed: elu, identity, favor"),
+        ({"feature_map": "cosine"}, "feature_map is 'cosine'; allowed: elu, identity, relu"),
         ({"feature_map": "identity"}, "'identity' has features of both signs.*'rms'"),
         ({"normalize": "layer"}, "normalize is 'layer'; allowed: z, rms"),
         ({"num_features": 8}, "num_features is 8, but feature_map 'elu' has .* take 'favor'"),
