@@ -136,6 +136,23 @@ def experts(
     yield "down_proj", down
 
 
+def sparse_layers(
+    sparse: Sequence[bool], moe: Mapping[str, Any], width: int
+) -> tuple[int, tuple[str, ...], dict[str, dict[str, Any]]]:
+    """``intermediate_size``, ``mlps`` and tables of a model in which experts follow some mixers.
+
+    Args:
+        sparse: For every layer whether they are experts.
+        moe: The table of the experts.
+        width: Of the MLPs in the other layers.
+    """
+    if not any(sparse):
+        return width, (), {}
+    names = tuple("moe" if experts else "mlp" for experts in sparse)
+    tables = {"moe": dict(moe), "mlp": {"type": "mlp", "intermediate_size": width}}
+    return 0, names, {name: tables[name] for name in sorted(set(names))}
+
+
 def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
     """A tensor times a constant, in float32; a factor of 1 leaves it as it is stored."""
     if isinstance(factor, float | int) and factor == 1:
@@ -307,6 +324,7 @@ __all__ = [
     "mamba2_table",
     "rope",
     "scaled",
+    "sparse_layers",
     "stacked",
     "step_limits",
 ]

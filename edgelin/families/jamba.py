@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
-from edgelin.families.common import experts, gated_mlp, head, mamba, stacked
+from edgelin.families.common import experts, gated_mlp, head, mamba, sparse_layers, stacked
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
@@ -27,11 +28,11 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
         "use_mamba_kernels", "use_mambapy", "use_associative_scan", "router_aux_loss_coef",
         "calc_logits_for_entire_prompt", "n_ctx",
     )  # fmt: skip
-    kinds, width = _kinds(fields), fields.take("intermediate_size")
-    mlps, branches = _mlps(fields, len(kinds), width)
+    kinds = _kinds(fields)
+    width, mlps, branches = _mlps(fields, len(kinds))
     config = ModelConfig(
         hidden_size=fields.take("hidden_size"),
-        intermediate_size=0 if mlps else width,
+        intermediate_size=width,
         layers=kinds,
         mixers={"mamba": _mamba(fields), "attention": _attention(fields), **branches},
         mlps=mlps,
@@ -53,24 +54,19 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _mlps(
-    fields: Fields, count: int, width: int
-) -> tuple[tuple[str, ...], dict[str, dict[str, object]]]:
-    """What follows the mixers, and the tables of that; nothing where all are MLPs."""
-    number = fields.first("num_experts", "num_local_experts", default=16)
+def _mlps(fields: Fields, count: int) -> tuple[int, tuple[str, ...], dict[str, dict[str, Any]]]:
+    """Width of the MLPs, or what follows every mixer and the tables of that."""
+    experts = fields.first("num_experts", "num_local_experts", default=16)
     period, offset = fields.take("expert_layer_period", 2), fields.take("expert_layer_offset", 1)
+    width = fields.take("intermediate_size")
     moe = {
         "type": "moe",
-        "num_experts": number,
+        "num_experts": experts,
         "experts_per_token": fields.take("num_experts_per_tok", 2),
         "intermediate_size": width,
         "norm_topk_prob": False,
     }
-    names = tuple("moe" if i % period == offset else "mlp" for i in range(count))
-    if number == 1 or "moe" not in names:
-        return (), {}
-    tables = {"moe": moe, "mlp": {"type": "mlp", "intermediate_size": width}}
-    return names, {name: tables[name] for name in sorted(set(names))}
+    return sparse_layers([experts > 1 and i % period == offset for i in range(count)], moe, width)
 
 
 def _mamba(fields: Fields) -> dict[str, object]:

@@ -8,7 +8,7 @@ have some keys under the names of the training code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -18,11 +18,44 @@ from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
 MODEL_TYPES = ("lfm2",)
+Part = Callable[[Tensors, str, int], Iterator[tuple[str, Tensor]]]
 _WORDS = {"conv": "conv", "full_attention": "attention"}
 
 
 def read(fields: Fields) -> tuple[ModelConfig, object]:
     """Sizes, and the function that yields our parameters."""
+    layers, tables = operators(fields)
+    hidden, attention = fields.take("hidden_size"), tables["attention"]
+    config = ModelConfig(
+        hidden_size=hidden,
+        intermediate_size=_mlp_width(fields),
+        layers=layers,
+        mixers=tables,
+        vocab_size=fields.take("vocab_size"),
+        tie_word_embeddings=fields.first("tie_embedding", "tie_word_embeddings", default=True),
+        rms_norm_eps=fields.take("norm_eps", 1e-5),
+    )
+    # Names of the training code: repeated sizes, and switches that were never off.
+    for name in ("block_dim", "conv_dim", "conv_dim_out"):
+        fields.expect(name, hidden)
+    fields.expect("num_heads", attention["num_heads"])
+    fields.expect("theta", attention["rope_theta"])
+    fields.expect("block_norm_eps", config.rms_norm_eps)
+    fields.expect("block_use_swiglu", True)
+    fields.expect("use_pos_enc", True)
+    fields.ignore(
+        "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
+        "conv_use_xavier_init",
+    )  # fmt: skip
+
+    def second(tensors: Tensors, layer: str, _: int) -> Iterator[tuple[str, Tensor]]:
+        return mlp(tensors, layer)
+
+    return config, lambda tensors: weights(tensors, config, second)
+
+
+def operators(fields: Fields) -> tuple[tuple[str, ...], dict[str, dict[str, Any]]]:
+    """The mixer of every layer, and the tables of both."""
     hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
     full = fields.take("full_attn_idxs", range(fields.take("num_hidden_layers")))
     kinds = ["attention" if i in full else "conv" for i in range(fields.take("num_hidden_layers"))]
@@ -41,28 +74,7 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
         "conv_size": fields.take("conv_L_cache", 3),
         "bias": fields.take("conv_bias", False),
     }
-    config = ModelConfig(
-        hidden_size=hidden,
-        intermediate_size=_mlp_width(fields),
-        layers=tuple(layer_types(fields, _WORDS, kinds)),
-        mixers={"conv": conv, "attention": attention},
-        vocab_size=fields.take("vocab_size"),
-        tie_word_embeddings=fields.first("tie_embedding", "tie_word_embeddings", default=True),
-        rms_norm_eps=fields.take("norm_eps", 1e-5),
-    )
-    # Names of the training code: repeated sizes, and switches that were never off.
-    for name in ("block_dim", "conv_dim", "conv_dim_out"):
-        fields.expect(name, hidden)
-    fields.expect("num_heads", heads)
-    fields.expect("theta", attention["rope_theta"])
-    fields.expect("block_norm_eps", config.rms_norm_eps)
-    fields.expect("block_use_swiglu", True)
-    fields.expect("use_pos_enc", True)
-    fields.ignore(
-        "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
-        "conv_use_xavier_init",
-    )  # fmt: skip
-    return config, lambda tensors: _weights(tensors, config)
+    return tuple(layer_types(fields, _WORDS, kinds)), {"conv": conv, "attention": attention}
 
 
 def _mlp_width(fields: Fields) -> int:
@@ -76,8 +88,8 @@ def _mlp_width(fields: Fields) -> int:
     return int(multiple * -(-width // multiple))
 
 
-def _weights(tensors: Tensors, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Our parameters in order."""
+def weights(tensors: Tensors, config: ModelConfig, second: Part) -> Iterator[tuple[str, Tensor]]:
+    """Our parameters in order; ``second`` reads what follows a mixer."""
     yield "embedding.weight", tensors("model.embed_tokens.weight")
     for i, kind in enumerate(config.layers):
         theirs, ours = f"model.layers.{i}.", f"blocks.{i}."
@@ -86,7 +98,7 @@ def _weights(tensors: Tensors, config: ModelConfig) -> Iterator[tuple[str, Tenso
         for name, tensor in parts(tensors, theirs, config.mixers[kind]):
             yield f"{ours}mixer.{name}", tensor
         yield f"{ours}mlp_norm.weight", tensors(f"{theirs}ffn_norm.weight")
-        for name, tensor in mlp(tensors, theirs):
+        for name, tensor in second(tensors, theirs, i):
             yield f"{ours}mlp.{name}", tensor
     yield "norm.weight", tensors("model.embedding_norm.weight")
     yield from head(tensors, config.tie_word_embeddings)

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgelin.families.common import experts, gated_mlp, head, layer_types, rope, stacked
+from edgelin.families.common import (
+    experts,
+    gated_mlp,
+    head,
+    layer_types,
+    rope,
+    sparse_layers,
+    stacked,
+)
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
@@ -98,13 +106,10 @@ def _mlps(fields: Fields, count: int) -> tuple[int, tuple[str, ...], dict[str, d
         "shared_size": fields.take("shared_expert_intermediate_size", 0),
         "shared_gate": True,
     }
-    sparse = [(i + 1) % every == 0 and i not in dense for i in range(count)]
-    if not moe["num_experts"] or not any(sparse):
-        return fields.take("intermediate_size"), (), {}
-    branches, width = {"moe": moe}, fields.take("intermediate_size", 0)
-    if not all(sparse):
-        branches["mlp"] = {"type": "mlp", "intermediate_size": width}
-    return 0, tuple("moe" if with_experts else "mlp" for with_experts in sparse), branches
+    found = moe["num_experts"] > 0
+    sparse = [found and (i + 1) % every == 0 and i not in dense for i in range(count)]
+    width = fields.take("intermediate_size", 0) if all(sparse) else fields.take("intermediate_size")
+    return sparse_layers(sparse, moe, width)
 
 
 def weights(tensors: Tensors, config: ModelConfig, deltanet: Part) -> Iterator[tuple[str, Tensor]]:
