@@ -29,6 +29,7 @@ from edgelin.layers import at_least_float32
 from edgelin.recurrences.chunks import outside_autocast
 
 _MOST_SEED = 1 << 62
+_MOST_FAVOR_KEYS = 96
 
 
 class FeatureMap(nn.Module):
@@ -39,6 +40,7 @@ class FeatureMap(nn.Module):
     """
 
     signed = False  # whether a similarity may be negative, so that no sum of them can divide
+    eps = 1e-6  # added to the sum that divides
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -98,18 +100,25 @@ class Favor(FeatureMap):
     A factor of a query alone, or of all keys, cancels in the normaliser and in an output norm. So
     1 / sqrt(M) is left out, and a query's features are divided by their largest, which keeps them
     in (0, 1]. A running maximum of the keys would have to rescale the state; with |k|^2 / 2 taken
-    off, a key's exponent never exceeds |w|^2 / 2, about K / 2, which float32 holds for K up to 128.
+    off, a key's exponent never exceeds |w|^2 / 2, about K / 2, which float32 holds for K up to 96.
+    Large keys have tiny features, so that what is added to their sum has to be tinier still.
 
     Args:
         width: K.
         num_features: M.
     """
 
+    eps = 1e-30
     projection: Tensor
     seed: Tensor
 
     def __init__(self, width: int, num_features: int) -> None:
         super().__init__(num_features)
+        if width > _MOST_FAVOR_KEYS:
+            raise EdgelinError(
+                f"key_dim is {width}; feature_map 'favor' takes at most {_MOST_FAVOR_KEYS}: its "
+                f"features would leave the range of float32"
+            )
         self.width = width
         self.register_buffer("projection", torch.zeros(1, width, num_features))
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64))

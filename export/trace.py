@@ -58,13 +58,13 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK) -> ir.Model:
     Raises:
         EdgelinError: A mixer has no form to export, such as a window shorter than a call.
     """
+    _check_mixers(model)
     specs = model.state_specs()
     if not specs:
         raise EdgelinError(
             "no layer of the model has a state, so that a token knows nothing of those before it; "
             "add a layer that mixes tokens"
         )
-    _check_mixers(model)
     source, output = signature(model.config)
     steps = np.zeros((_EXAMPLE_BATCH, _EXAMPLE_TIME, *source.step), source.dtype)
     batch = torch.export.Dim("batch", min=1, max=2**20)

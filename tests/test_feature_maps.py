@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgelin import checkpoint, feature_maps
+from edgelin import checkpoint, feature_maps, mixers
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.feature_maps import Favor, FeatureMap
@@ -145,3 +145,25 @@ def _projection(features: FeatureMap) -> np.ndarray:
     assert isinstance(features, Favor)
     array: np.ndarray = features.projection[0].double().numpy()
     return array
+
+
+def test_favor_divides_by_sums_that_large_keys_make_tiny() -> None:
+    """One token attends to itself: its output is its value, however large the key is."""
+    table = {"type": "linear_attention", "feature_map": "favor", "num_heads": 1}
+    sizes = {"key_dim": 64, "value_dim": 8}
+    torch.manual_seed(0)
+    mixer = mixers.build({**table, **sizes}, 16, 0, 1e-6, where="model.mixers.m")
+    state = {spec.name: torch.zeros(1, *spec.shape) for spec in mixer.state_specs()}
+    mixer.out_proj = torch.nn.Identity()
+    x = torch.randn(1, 1, 16)
+    with torch.no_grad():
+        mixer.qkv_proj.weight[:128].normal_(std=0.5)  # keys of a spread of about two
+        y, _ = mixer(x, state, torch.tensor([0]))
+        value = mixer.qkv_proj(x)[..., 128:]
+    torch.testing.assert_close(y, value, rtol=1e-4, atol=1e-5)
+
+
+def test_favor_refuses_keys_that_leave_float32() -> None:
+    table = {"type": "linear_attention", "feature_map": "favor", "num_heads": 1}
+    with pytest.raises(EdgelinError, match="key_dim is 128; feature_map 'favor' takes at most 96"):
+        mixers.build({**table, "key_dim": 128, "value_dim": 8}, 16, 0, 1e-6, where="m")

@@ -154,7 +154,8 @@ class Mixer(nn.Module):
         names = [spec.name for spec in self.state_specs()]
         z = state[names[1]] if self.config.normalize == "z" else None
         k, g = self.decayed(k)
-        o, *after = linear(q, k, v, g, state[names[0]], normalizer=z)
+        eps = self.feature_map.eps
+        o, *after = linear(q, k, v, g, state[names[0]], normalizer=z, eps=eps)
         return o, dict(zip(names, after, strict=True))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -162,4 +163,5 @@ class Mixer(nn.Module):
         obstacle = getattr(self.config, "export_obstacle", None)
         if is_exporting() and obstacle:
             raise EdgelinError(obstacle)
-        return bidirectional(q, k, v, normalize=self.config.normalize == "z")
+        normalize, eps = self.config.normalize == "z", self.feature_map.eps
+        return bidirectional(q, k, v, normalize=normalize, eps=eps)

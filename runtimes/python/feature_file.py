@@ -49,10 +49,12 @@ def parse_steps(lines: Iterable[str], source: Features) -> Iterator[Array]:
         EdgelinError: A line has other than F finite numbers.
     """
     for number, line in enumerate(lines, start=1):
-        words = line.replace(",", " ").split()
-        if not words:
+        words = [w for part in line.split(",") for w in (part.split() or [""])]
+        if words == [""]:
             continue
         try:
+            if "" in words:
+                raise EdgelinError(f"field {words.index('') + 1} is empty; give every number")
             if len(words) != source.size:
                 raise EdgelinError(f"{len(words)} numbers, {source.size} are needed")
             yield source.check([[float(word) for word in words]], 1)[0][0]

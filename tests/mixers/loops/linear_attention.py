@@ -95,7 +95,7 @@ def loop(
     after = {"recurrent.3": s}
     if c.normalize == "z":
         den, z = memory(q, k, one, a, state["normalizer.3"][..., None])
-        o = o / (den + 1e-6)
+        o = o / (den + (1e-30 if c.feature_map == "favor" else 1e-6))
         after["normalizer.3"] = z[..., 0]
     else:
         o = (
