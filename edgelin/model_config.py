@@ -69,6 +69,16 @@ class FeatureConfig:
                 f"model.features.labels has {len(self.labels)} names for {self.outputs} outputs; "
                 f"give a name each, or none"
             )
+        plain = all(label and label.isprintable() for label in self.labels)
+        if not plain or len(set(self.labels)) != len(self.labels):
+            raise EdgelinError(
+                f"model.features.labels is {list(self.labels)}; each class needs a name of its own "
+                f"in printable characters"
+            )
+        if self.labels and self.task == "regression":
+            raise EdgelinError(
+                "model.features.labels names classes, but the task is regression; leave them out"
+            )
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,13 @@ def test_features_are_normalised_inside_the_model() -> None:
         ({"features": {**FEATURES, "head": "last"}}, "head is 'last'; allowed: step, sequence"),
         ({"features": {**FEATURES, "task": "sort"}}, "allowed: classification, regression"),
         ({"features": {**FEATURES, "labels": ["a"]}}, "labels has 1 names for 3 outputs"),
+        ({"features": {**FEATURES, "labels": ["a", "b", "a"]}}, "needs a name of its own"),
+        ({"features": {**FEATURES, "labels": ["a", "b", "c\nd"]}}, "in printable characters"),
+        ({"features": {**FEATURES, "labels": ["a", "b", ""]}}, "in printable characters"),
+        (
+            {"features": {**FEATURES, "labels": ["a", "b", "c"], "task": "regression"}},
+            "the task is regression; leave them out",
+        ),
         ({"features": {**FEATURES, "size": 0}}, "model.features.size is 0; the least is 1"),
     ],
 )
