@@ -260,7 +260,10 @@ class SequenceModel(nn.Module):
         """The head: `[..., d]` from :meth:`hidden` to `[..., outputs]`, float32 (or float64)."""
         features = self.config.features is not None
         logits = self.head(hidden) if features else F.linear(hidden, self.head_weight)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.capped(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits within the bound that the config sets, if any."""
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 

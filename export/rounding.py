@@ -56,8 +56,10 @@ class Rounded:
     def values(self, width: int) -> Array:
         """The matrix that a runtime sees, float32 `[N, width]`."""
         zero = 1 << (self.bits - 1) if self.zero_points is None else self.zero_points[:, :, None]
-        cells = (self.codes.astype(np.float32) - zero) * self.scales[:, :, None]
-        return cells.reshape(len(cells), -1)[:, :width].astype(np.float32)
+        cells = self.codes.astype(np.float32)
+        cells -= zero
+        cells *= self.scales[:, :, None]
+        return np.ascontiguousarray(cells.reshape(len(cells), -1)[:, :width])
 
 
 def round_matrix(
@@ -87,7 +89,8 @@ def round_matrix(
 def _blocks(rows: Array, block_size: int) -> Array:
     """`[N, K]` to `[N, blocks, block_size]`, padded with zeros."""
     pad = -rows.shape[1] % block_size
-    return np.pad(rows, ((0, 0), (0, pad))).reshape(len(rows), -1, block_size)
+    padded = np.pad(rows, ((0, 0), (0, pad))) if pad else rows
+    return padded.reshape(len(rows), -1, block_size)
 
 
 def _round(blocks: Array, bits: int, symmetric: bool) -> tuple[Codes, Array, Codes]:

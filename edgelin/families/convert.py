@@ -21,7 +21,7 @@ from edgelin.files import staging
 from edgelin.model import SequenceModel
 from edgelin.model_config import ModelConfig
 
-SHARD_BYTES = 1 << 30
+SHARD_BYTES = 256 << 20  # what is held at a time, twice while it is written
 Progress = Callable[[int, int], Any]
 
 

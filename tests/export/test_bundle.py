@@ -42,7 +42,7 @@ def bundle(
     """A bundle with every variant; tests must not change it."""
     out = tmp_path_factory.mktemp("bundle") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundles, "trace", lambda model: small_trace)
+        patch.setattr(bundles, "trace", lambda model: small_trace.clone())
         export_checkpoint(small_checkpoint, out, quantise=VARIANTS)
     yield out
 
@@ -52,7 +52,7 @@ def quick(
     small_checkpoint: Path, small_trace: ir.Model, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     """``export_checkpoint`` of one float variant, with nothing timed."""
-    monkeypatch.setattr(bundles, "trace", lambda model: small_trace)
+    monkeypatch.setattr(bundles, "trace", lambda model: small_trace.clone())
     monkeypatch.setattr(bundles, "measure", lambda folder, key: {})
 
     def run(out: Path, **options: Any) -> Any:
