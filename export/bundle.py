@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import RECIPES, Outcome, Recipe
 from edgelin.export.quantise import quantise as quantise_graph
 from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, count_nodes
+from edgelin.export.rounding import Rounded
 from edgelin.export.step_form import step_form
 from edgelin.export.target import COPIED
 from edgelin.export.trace import trace
@@ -202,12 +204,9 @@ class _Export:
         """Run the golden stream through every variant and write ``golden.json``."""
         _say("running the golden stream")
         specs, parameters = self.model.state_specs(), self.model.num_parameters()
-        wanted = golden.reference(self.model)
-        exact = {
-            key: golden.reference(self.model, one.outcome.rounded)
-            for key, one in built.items()
-            if one.outcome.rounded
-        }
+        wanted, exact = self._reference(), {}
+        for key, one in built.items():
+            exact[key] = self._reference(one.outcome.rounded) if one.outcome.rounded else wanted
         _drop_weights(self.model)
         reports = {}
         for key, one in built.items():
@@ -216,7 +215,7 @@ class _Export:
                 bits=one.bits,
                 bytes=sum(record.bytes for record in one.variant.files.values()),
                 nodes=one.nodes,
-                graph=golden.compare(exact.get(key, wanted), got),
+                graph=golden.compare(exact[key], got),
                 model=golden.compare(wanted, got),
                 matrices=one.outcome.matrices,
                 measured=measure(self.folder, key),
@@ -234,6 +233,12 @@ class _Export:
             attention=self.attention[0],
             attention_cost=self.attention[1],
         )
+
+    def _reference(self, rounded: Mapping[str, Rounded] | None = None) -> golden.Stream:
+        """The golden stream in float64."""
+        stream = golden.reference(self.model, rounded)
+        _trim_heap()
+        return stream
 
     def _common(self) -> dict[str, FileRecord]:
         """Records of the files that no variant owns, as far as they are written."""
@@ -275,7 +280,12 @@ def _drop_weights(model: SequenceModel) -> None:
     """Give the memory of a model's weights back, which the sessions of its bundle need."""
     for parameter in model.parameters():
         parameter.data = parameter.data.new_empty(0)
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc keeps it otherwise
+    _trim_heap()
+
+
+def _trim_heap() -> None:
+    """Have glibc give freed memory back to the system, which it does late if at all."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 

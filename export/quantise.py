@@ -143,7 +143,8 @@ class _Work:
         if rows.shape[1] % 2:
             return  # two 4-bit codes of one row share a byte
         bits = self.recipe.embedding_bits
-        codes, *rest = self._store(table.name or "", rows, bits, flat=True)
+        matrix: Array = rows.astype(np.float32, copy=False)
+        codes, *rest = self._store(table.name or "", matrix, bits, flat=True)
         new = ir.node(
             "GatherBlockQuantized",
             [codes, indices, *rest],
@@ -163,8 +164,8 @@ class _Work:
         rows = constant(table)
         if table is None or rows is None:
             return
-        rows = rows.astype(np.float32, copy=False)
-        self._multiply(node, x, table.name or "", rows, self.recipe.embedding_bits)
+        matrix: Array = rows.astype(np.float32, copy=False)
+        self._multiply(node, x, table.name or "", matrix, self.recipe.embedding_bits)
 
     def matmul(self, node: ir.Node) -> None:
         """MatMul by a constant `[K, N]`, with a bias added after it, becomes MatMulNBits."""
