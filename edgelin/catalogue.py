@@ -1,8 +1,8 @@
 """What foreign checkpoints are read, and how their layers run: found in the source, not imported.
 
 The families need torch, which a machine that only runs bundles has not. So this reads their files:
-the docstring, ``MODEL_TYPES``, ``CHECKED``, and the mixers that they name (``"type": "mamba2"``),
-also through functions of other files; of a mixer, the states of its ``StateSpec`` calls and the
+the docstring, ``MODEL_TYPES``, and the mixers that they name (``"type": "mamba2"``), also through
+functions of other files; of a mixer, the states of its ``StateSpec`` calls and the
 recurrences that it imports; of a recurrence, whether its ``onnx.py`` has a fused form.
 """
 
@@ -27,14 +27,12 @@ class Family:
         about: Its docstring, a paragraph an entry.
         model_types: What ``model_type`` of ``config.json`` may be.
         mixers: What its layers are made of.
-        checked: What its tests compare with what; empty: its file does not say.
     """
 
     name: str
     about: tuple[str, ...]
     model_types: tuple[str, ...]
     mixers: tuple[str, ...]
-    checked: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,6 @@ def families() -> list[Family]:
                 tuple((ast.get_docstring(source.tree) or "").split("\n\n")),
                 _model_types(source),
                 tuple(sorted({word for word in _types(nodes) if word in names})),
-                " ".join(str(_value(source, "CHECKED") or "").split()),
             )
         )
     return found
@@ -161,20 +158,11 @@ def _types(nodes: list[ast.AST]) -> Iterator[str]:
 
 def _model_types(source: _Source) -> tuple[str, ...]:
     """``MODEL_TYPES``: a tuple of texts, or of the keys of a table."""
-    value = _value(source, "MODEL_TYPES")
-    if value is not None:
-        return tuple(map(str, value))  # type: ignore[call-overload]
+    node = source.defined["MODEL_TYPES"]
+    if isinstance(node, ast.Tuple):
+        return tuple(_text(item) for item in node.elts)
     table = next(n for n in _reachable(source, ["MODEL_TYPES"]) if isinstance(n, ast.Dict))
     return tuple(sorted(str(key.value) for key in table.keys if isinstance(key, ast.Constant)))
-
-
-def _value(source: _Source, name: str) -> object:
-    """A constant of a file; None where there is none, or it is computed."""
-    node = source.defined.get(name)
-    try:
-        return None if node is None else ast.literal_eval(node)  # type: ignore[arg-type]
-    except ValueError:
-        return None
 
 
 def _with_bases(name: str) -> Iterator[_Source]:
