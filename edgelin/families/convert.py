@@ -83,13 +83,22 @@ def import_folder(
 
 @contextlib.contextmanager
 def own(folder: Path) -> Iterator[Path]:
-    """The folder itself if it is a checkpoint of ours, else a temporary one converted from it."""
+    """The folder itself if it is a checkpoint of ours, else a temporary one converted from it.
+
+    Raises:
+        EdgelinError: As :func:`convert`, or there is no tokenizer.
+    """
     bare = not (folder / "config.json").is_file() and not list(folder.glob("*.pth"))
     if bare or _is_ours(folder):
         yield folder  # what is wrong with it, reading it as ours will say
         return
     with tempfile.TemporaryDirectory(prefix="edgelin-") as temporary:
         convert(folder, temporary)
+        if not (Path(temporary) / "tokenizer.json").is_file():
+            raise EdgelinError(
+                f"{folder} has no tokenizer; add the model's tokenizer.json, tokenizer.model or "
+                f"rwkv_vocab_v20230424.txt"
+            )
         yield Path(temporary)
 
 

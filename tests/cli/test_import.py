@@ -82,8 +82,9 @@ def _edgelin(*arguments: Any, stdin: str | None = None) -> Result:
 
 def _failed(result: Result) -> str:
     assert result.exit_code == 1, (result.output, result.exception)
-    assert result.stderr.startswith("Error: ")
-    return result.stderr.splitlines()[-1]
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("Error: ")
+    return last
 
 
 def test_import_is_whole_or_not_at_all(
@@ -191,6 +192,13 @@ def test_eval_of_a_foreign_folder(foreign: tuple[Path, Any], imported: Path) -> 
     direct = _edgelin("eval", foreign[0], *arguments)
     assert direct.exit_code == 0, direct.output
     assert json.loads(direct.stdout) == json.loads(_edgelin("eval", imported, *arguments).stdout)
+
+
+def test_a_folder_without_a_tokenizer_is_named(foreign: tuple[Path, Any], tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(foreign[0], tmp_path / "bare"))
+    (bare / "tokenizer.json").unlink()
+    assert f"{bare} has no tokenizer; add" in _failed(_edgelin("export", bare))
+    assert _edgelin("import", bare).exit_code == 0
 
 
 def test_families_are_listed() -> None:
