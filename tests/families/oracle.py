@@ -7,12 +7,14 @@ value, saves it as its users do, and compares what we make of the folder with it
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
@@ -68,6 +70,19 @@ def tokenizer(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
+def rewrite(folder: Path, *, without: tuple[str, ...] = (), **changes: Any) -> None:
+    """Change keys of the config and take others away."""
+    path = folder / "config.json"
+    values = read_json(path) | changes
+    path.write_text(json.dumps({k: v for k, v in values.items() if k not in without}))
+
+
+def add_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Put more tensors into the weights of a folder, or others in the place of its own."""
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+
+
 def ids(batch: int, time: int) -> Tensor:
     """Random tokens."""
     generator = torch.Generator().manual_seed(time)
@@ -93,6 +108,14 @@ def check_torch(model: Any, folder: Path, tolerance: float = 1e-4) -> SequenceMo
             logits.append(part)
         near(torch.cat(logits, 1), wanted, tolerance, f"pieces {cuts[:4]}")
     return ours
+
+
+def check_logits(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """:func:`check_torch` of a checkpoint in this type; in float32 :func:`check_graphs` too."""
+    theirs = rounded(model, dtype)
+    ours = check_torch(theirs, save(theirs, folder, dtype))
+    if dtype == torch.float32:
+        check_graphs(theirs, ours)
 
 
 def check_catalogue(folder: Path, config: ModelConfig) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from edgelin.errors import EdgelinError
@@ -36,19 +34,11 @@ def model(**changes: Any) -> Any:
     return oracle.randomise(Qwen3NextForCausalLM(config), scale=SCALE)
 
 
-def rewrite(folder: Path, **changes: Any) -> None:
-    """Change keys of the config; None takes one away."""
-    path = folder / "config.json"
-    values = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits(tmp_path: Path, dtype: torch.dtype) -> None:
     theirs = oracle.rounded(model(), dtype)
     folder = oracle.save(theirs, tmp_path / "m", dtype)
-    path = folder / "model.safetensors"
-    save_file({**load_file(path), "mtp.fc.weight": torch.ones(2)}, path, metadata={"format": "pt"})
+    oracle.add_tensors(folder, {"mtp.fc.weight": torch.ones(2)})
     ours = oracle.check_torch(theirs, folder)
     if dtype == torch.float32:
         oracle.check_graphs(theirs, ours)
@@ -80,7 +70,7 @@ def test_older_spellings(tmp_path: Path) -> None:
     theirs = model(rope_parameters={"rope_type": "default", "rope_theta": 1e7})
     folder = oracle.save(theirs, tmp_path / "m")
     old = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "full_attention_interval": 2}
-    rewrite(folder, rope_parameters=None, layer_types=None, **old)
+    oracle.rewrite(folder, without=("rope_parameters", "layer_types"), **old)
     oracle.check_torch(theirs, folder)
 
 
@@ -97,15 +87,14 @@ def test_what_is_not_computed_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     folder = oracle.save(model(), tmp_path / "m")
-    rewrite(folder, **changes)
+    oracle.rewrite(folder, **changes)
     with pytest.raises(EdgelinError, match=message):
         convert(folder, tmp_path / "own")
 
 
 def test_a_stray_tensor_is_refused(tmp_path: Path) -> None:
     folder = oracle.save(model(), tmp_path / "m")
-    path = folder / "model.safetensors"
     stray = {"model.layers.1.mlp.gate.weight": torch.ones(5, 32)}
-    save_file({**load_file(path), **stray}, path, metadata={"format": "pt"})
+    oracle.add_tensors(folder, stray)
     with pytest.raises(EdgelinError, match=r"holds model\.layers\.1\.mlp\.gate\.weight"):
         convert(folder, tmp_path / "own")
