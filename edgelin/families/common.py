@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from edgelin.errors import EdgelinError
 from edgelin.families.reading import Fields, Tensors
+from edgelin.model_config import ModelConfig
 
 
 def layer_types(fields: Fields, words: Mapping[str, str], default: Sequence[str]) -> list[str]:
@@ -72,6 +73,34 @@ def rope(
         inner.ignore(*harmless)
         inner.finish()
     return {"rope_theta": float(theta), "rotary_dim": int(head_dim * partial)}
+
+
+def state_spaces(fields: Fields, table: Callable[[Fields, int], dict[str, Any]]) -> ModelConfig:
+    """Sizes of a model of the original code of Mamba; an absent key has the default of its class.
+
+    Args:
+        fields: Of the config.
+        table: Makes the mixer's table of ``ssm_cfg`` and the hidden size.
+    """
+    fields.expect("d_intermediate", 0)
+    fields.expect("attn_layer_idx", [])
+    fields.ignore("attn_cfg", "residual_in_fp32", "fused_add_norm")
+    hidden = fields.take("d_model")
+    multiple = fields.take("pad_vocab_size_multiple", 8)
+    own = fields.nested("ssm_cfg")
+    own.ignore("layer", "dt_min", "dt_max", "dt_init_floor")  # initial values
+    mixer = table(own, hidden)
+    own.finish()
+    return ModelConfig(
+        hidden_size=hidden,
+        intermediate_size=0,
+        layers=("mamba",) * fields.take("n_layer"),
+        mixers={"mamba": mixer},
+        vocab_size=-(-fields.take("vocab_size") // multiple) * multiple,
+        tie_word_embeddings=fields.take("tie_embeddings", True),
+        rms_norm_eps=1e-5,
+        norm="rms" if fields.take("rms_norm", True) else "layer",
+    )
 
 
 def stacked(tensors: Tensors, *names: str) -> Tensor:

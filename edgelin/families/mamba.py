@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgelin.families.common import head, mamba
+from edgelin.families.common import head, mamba, state_spaces
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
@@ -32,7 +32,8 @@ def matches(values: Mapping[str, Any]) -> bool:
 
 def read(fields: Fields) -> tuple[ModelConfig, object]:
     """Sizes, and the function that yields our parameters."""
-    config = _transformers(fields) if fields.has("model_type") else _original(fields)
+    original = not fields.has("model_type")
+    config = state_spaces(fields, _original) if original else _transformers(fields)
     return config, lambda tensors: _weights(tensors, config)
 
 
@@ -74,18 +75,10 @@ def _transformers(fields: Fields) -> ModelConfig:
     )
 
 
-def _original(fields: Fields) -> ModelConfig:
-    """Sizes from the keys of the original code; an absent one has the default of its class."""
-    fields.expect("d_intermediate", 0)
-    fields.expect("attn_layer_idx", [])
-    fields.ignore("attn_cfg", "residual_in_fp32", "fused_add_norm")
-    hidden = fields.take("d_model")
-    multiple = fields.take("pad_vocab_size_multiple", 8)
-    own = fields.nested("ssm_cfg")
-    own.ignore(  # initial values and forms of the computation
-        "layer", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path",
-    )  # fmt: skip
-    table = {
+def _original(own: Fields, hidden: int) -> dict[str, Any]:
+    """The mixer's table from ``ssm_cfg`` of the original code."""
+    own.ignore("dt_init", "dt_scale", "use_fast_path")  # initial values, a form of computing
+    return {
         "type": "mamba",
         "inner_size": int(own.take("expand", 2) * hidden),
         "state_size": own.take("d_state", 16),
@@ -95,17 +88,6 @@ def _original(fields: Fields) -> ModelConfig:
         "conv_bias": own.take("conv_bias", True),
         "inner_norm_eps": 0.0,
     }
-    own.finish()
-    return ModelConfig(
-        hidden_size=hidden,
-        intermediate_size=0,
-        layers=("mamba",) * fields.take("n_layer"),
-        mixers={"mamba": table},
-        vocab_size=-(-fields.take("vocab_size") // multiple) * multiple,
-        tie_word_embeddings=fields.take("tie_embeddings", True),
-        rms_norm_eps=1e-5,
-        norm="rms" if fields.take("rms_norm", True) else "layer",
-    )
 
 
 def _rank(value: int | str, hidden: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from edgelin.families.common import head, mamba2, step_limits
+from edgelin.families.common import head, mamba2, state_spaces, step_limits
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
@@ -28,7 +28,7 @@ def matches(values: Mapping[str, Any]) -> bool:
 def read(fields: Fields) -> tuple[ModelConfig, object]:
     """Sizes, and the function that yields our parameters."""
     original = not fields.has("model_type")
-    config = _original(fields) if original else _transformers(fields)
+    config = state_spaces(fields, _original) if original else _transformers(fields)
     embedding = "backbone.embedding.weight" if original else "backbone.embeddings.weight"
     return config, lambda tensors: _weights(tensors, config, embedding)
 
@@ -68,24 +68,17 @@ def _transformers(fields: Fields) -> ModelConfig:
     )
 
 
-def _original(fields: Fields) -> ModelConfig:
-    """Sizes from the keys of the original code; an absent one has the default of its class."""
-    fields.expect("d_intermediate", 0)
-    fields.expect("attn_layer_idx", [])
-    fields.ignore("attn_cfg", "residual_in_fp32", "fused_add_norm")
-    hidden = fields.take("d_model")
-    multiple = fields.take("pad_vocab_size_multiple", 8)
-    own = fields.nested("ssm_cfg")
+def _original(own: Fields, hidden: int) -> dict[str, Any]:
+    """The mixer's table from ``ssm_cfg`` of the original code."""
     own.ignore(  # initial values and forms of the computation
-        "layer", "chunk_size", "use_mem_eff_path", "conv_init", "A_init_range", "dt_min", "dt_max",
-        "dt_init_floor", "sequence_parallel",
+        "chunk_size", "use_mem_eff_path", "conv_init", "A_init_range", "sequence_parallel",
     )  # fmt: skip
     inner, head_dim = own.take("expand", 2) * hidden, own.take("headdim", 64)
     own.expect("d_ssm", inner)
     own.expect("D_has_hdim", False)
     own.expect("rmsnorm", True)
     bias = own.take("bias", False)
-    table = {
+    return {
         "type": "mamba2",
         "num_heads": inner // head_dim,
         "head_dim": head_dim,
@@ -98,17 +91,6 @@ def _original(fields: Fields) -> ModelConfig:
         "conv_bias": own.take("conv_bias", True),
         **step_limits(own, "dt_limit"),
     }
-    own.finish()
-    return ModelConfig(
-        hidden_size=hidden,
-        intermediate_size=0,
-        layers=("mamba",) * fields.take("n_layer"),
-        mixers={"mamba": table},
-        vocab_size=-(-fields.take("vocab_size") // multiple) * multiple,
-        tie_word_embeddings=fields.take("tie_embeddings", True),
-        rms_norm_eps=1e-5,
-        norm="rms" if fields.take("rms_norm", True) else "layer",
-    )
 
 
 def _weights(tensors: Tensors, config: ModelConfig, embedding: str) -> Iterator[tuple[str, Tensor]]:
