@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from typing import Any
 
-import loops
 import pytest
 import torch
+from loops import CASES, LOOPS
 from loops.common import EPS, HIDDEN, LAYER
 from torch import Tensor
 
@@ -16,12 +14,6 @@ from edgelin import mixers
 
 pytestmark = pytest.mark.gpu
 
-LOOPS: dict[str, Any] = {
-    found.name: importlib.import_module(f"loops.{found.name}")
-    for found in pkgutil.iter_modules(loops.__path__)
-    if found.name != "common"
-}
-CASES = {case: table for module in LOOPS.values() for case, table in module.CASES.items()}
 TIME = 130
 PAST = 9  # tokens in a cache that grows
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pkgutil
 from typing import Any
 
-import loops
 import numpy as np
 import pytest
 import torch
 from export_models import session
+from loops import CASES, LOOPS
 from loops.common import EPS, HIDDEN, LAYER
 from torch import Tensor, nn
 
@@ -25,14 +24,6 @@ from edgelin.export.trace import trace
 from edgelin.model import SequenceModel
 from edgelin.recurrences import CHUNK
 
-LOOPS: dict[str, Any] = {
-    found.name: importlib.import_module(f"loops.{found.name}")
-    for found in pkgutil.iter_modules(loops.__path__)
-    if found.name != "common"
-}
-CASES: dict[str, dict[str, Any]] = {
-    case: table for module in LOOPS.values() for case, table in module.CASES.items()
-}
 OWN_TESTS = {"ssm"}  # tests/mixers/test_ssm.py makes the same claims with its own loop
 UNEXPORTED = {"attention, window 7", "attention, window 7, 4 sinks"}
 STATELESS = {case for case in CASES if case.startswith(("mlp", "moe"))}  # a model needs some state

@@ -1,4 +1,4 @@
-"""What the tests of the delta rule share: inputs, comparisons, an onnxruntime session."""
+"""What the tests of the delta rule share: inputs, gradients, an onnxruntime session."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from comparisons import Inputs, error, out_gradients
 from torch import Tensor
 
 from edgelin.recurrences.graph import Graph
@@ -16,7 +17,6 @@ NAMES = ("q", "k", "v", "beta", "g", "state")
 SCALE = 0.5
 # The repeated key with beta 2 mirrors the state at every token: nothing decays, errors add up.
 HARD = ("same keys", "same keys, beta 2", "strong decay", "mixed decay", "front", "reset", "zeros")
-Inputs = dict[str, Tensor | None]
 
 
 def inputs(
@@ -62,36 +62,6 @@ def inputs(
         share = torch.rand(k.shape, generator=generator, dtype=torch.float64)
         g = g[..., None] * (share > 0.5 if kind == "mixed decay" else share)
     return dict(zip(NAMES, (q, k, v, beta, g if gated else None, state), strict=True))
-
-
-def to(made: Inputs, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
-    """Arguments of the op: g and state keep float32 where the rest is bfloat16."""
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
-    kinds = {"g": wide, "state": wide}
-    return [None if x is None else x.to(device, kinds.get(n, dtype)) for n, x in made.items()]
-
-
-def rounded(made: Inputs, dtype: torch.dtype) -> Inputs:
-    """What the op sees in ``dtype``, in float64 again."""
-    values = (None if x is None else x.double() for x in to(made, dtype))
-    return dict(zip(NAMES, values, strict=True))
-
-
-def error(result: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
-    assert result.shape == expected.shape
-    largest = expected.detach().abs().max().clamp(min=1e-30)
-    return float((result.detach().cpu().double() - expected.detach()).abs().max() / largest)
-
-
-def out_gradients(made: Inputs) -> tuple[Tensor, Tensor]:
-    """Fixed random gradients of the outputs and of the last state."""
-    generator = torch.Generator().manual_seed(1)
-    do, dstate = (
-        torch.randn(made[n].shape, generator=generator, dtype=torch.float64)  # type: ignore[union-attr]
-        for n in ("v", "state")
-    )
-    return do, dstate
 
 
 def with_gradients(function: Callable[..., Any], arguments: list[Any], made: Inputs) -> list[Any]:

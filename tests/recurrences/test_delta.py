@@ -8,18 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from comparisons import Inputs, error, out_gradients, rounded, to
 from delta_cases import (
     HARD,
     SCALE,
-    Inputs,
     close,
-    error,
     inputs,
-    out_gradients,
-    rounded,
     run,
     session,
-    to,
     with_gradients,
 )
 from torch import Tensor
@@ -29,28 +25,6 @@ from edgelin.recurrences.delta import delta
 from edgelin.recurrences.delta import onnx as forms
 from edgelin.recurrences.delta.reference import reference
 from edgelin.recurrences.graph import Graph
-
-
-@pytest.fixture
-def bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies the bits of bfloat16 numbers: give it the numbers."""
-    if torch.cuda.is_available():
-        return
-    import triton.language as tl  # noqa: TID251
-    from triton.runtime import interpreter  # noqa: TID251
-
-    def wide(x: Any) -> Any:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        numbers = (x.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(numbers, tl.float32)
-
-    dot = interpreter.InterpreterBuilder.create_dot
-    monkeypatch.setattr(
-        interpreter.InterpreterBuilder,
-        "create_dot",
-        lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest),
-    )
 
 
 def kernel_results(made: Inputs, dtype: torch.dtype, device: str) -> list[Tensor]:

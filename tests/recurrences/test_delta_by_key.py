@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from delta_cases import HARD, SCALE, close, inputs, run, session, to, with_gradients
+from comparisons import to
+from delta_cases import HARD, SCALE, close, inputs, run, session, with_gradients
 
 from edgelin.recurrences.delta import delta
 from edgelin.recurrences.delta import onnx as forms

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from comparisons import error, out_gradients, rounded, to
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -57,27 +56,6 @@ def inputs(
     return dict(zip(NAMES, (q, k, v, a, b, g, state), strict=True))
 
 
-def to(made: Inputs, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """Arguments of the kernels: g and state keep float32 where the rest is bfloat16."""
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
-    kinds = {"g": wide, "state": wide}
-    return [x.to(device, kinds.get(n, dtype)) for n, x in made.items()]
-
-
-def rounded(made: Inputs, dtype: torch.dtype) -> Inputs:
-    """What the kernels see in ``dtype``, in float64 again."""
-    return dict(zip(NAMES, (x.double() for x in to(made, dtype)), strict=True))
-
-
-def out_gradients(made: Inputs) -> tuple[Tensor, Tensor]:
-    """Fixed random gradients of the outputs and of the last state."""
-    generator = torch.Generator().manual_seed(1)
-    do, dstate = (
-        torch.randn(made[n].shape, generator=generator, dtype=torch.float64) for n in ("v", "state")
-    )
-    return do, dstate
-
-
 def loop(made: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """o and the last state, one token of one head at a time."""
     q, k, v, a, b, g, state = (x.detach().numpy().copy() for x in made.values())
@@ -120,13 +98,6 @@ def kernel_results(made: Inputs, dtype: torch.dtype, device: str) -> list[Tensor
     return [*outputs, *gradients]
 
 
-def error(result: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
-    assert result.shape == expected.shape
-    largest = expected.detach().abs().max().clamp(min=1e-30)
-    return float((result.cpu().double() - expected.detach().cpu()).abs().max() / largest)
-
-
 def close(made: Inputs, dtype: torch.dtype, device: str, bound: float) -> None:
     """Assert that values and gradients agree, and with which dtypes they come."""
     results, expected = kernel_results(made, dtype, device), expected_results(made, device)
@@ -137,28 +108,6 @@ def close(made: Inputs, dtype: torch.dtype, device: str, bound: float) -> None:
     kinds = {n: torch.float32 if n in wide else dtype for n in names}
     assert dict(zip(names, (r.dtype for r in results), strict=True)) == kinds
     assert all(r.is_contiguous() for r in results)
-
-
-@pytest.fixture
-def bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies the bits of bfloat16 numbers: give it the numbers."""
-    if torch.cuda.is_available():
-        return
-    import triton.language as tl  # noqa: TID251
-    from triton.runtime import interpreter  # noqa: TID251
-
-    def wide(x: Any) -> Any:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        numbers = (x.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(numbers, tl.float32)
-
-    dot = interpreter.InterpreterBuilder.create_dot
-    monkeypatch.setattr(
-        interpreter.InterpreterBuilder,
-        "create_dot",
-        lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest),
-    )
 
 
 @pytest.mark.parametrize("decay", DECAYS)
