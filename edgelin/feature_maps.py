@@ -29,7 +29,6 @@ from edgelin.layers import at_least_float32
 from edgelin.recurrences.chunks import outside_autocast
 
 _MOST_SEED = 1 << 62
-_MOST_FAVOR_KEYS = 96
 
 
 class FeatureMap(nn.Module):
@@ -41,10 +40,16 @@ class FeatureMap(nn.Module):
 
     signed = False  # whether a similarity may be negative, so that no sum of them can divide
     eps = 1e-6  # added to the sum that divides
+    most_width: int | None = None  # of a key, for features within float32
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
+
+    @classmethod
+    def of(cls, num_heads: int, width: int, num_features: int | None) -> FeatureMap:
+        """Build from the sizes that :func:`build` is given."""
+        return cls(width)
 
     def forward(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         """Features of queries and keys, `[B, T, H, F]` each, in the dtype of ``qk``.
@@ -109,20 +114,21 @@ class Favor(FeatureMap):
     """
 
     eps = 1e-30
+    most_width = 96
     projection: Tensor
     seed: Tensor
 
     def __init__(self, width: int, num_features: int) -> None:
         super().__init__(num_features)
-        if width > _MOST_FAVOR_KEYS:
-            raise EdgelinError(
-                f"key_dim is {width}; feature_map 'favor' takes at most {_MOST_FAVOR_KEYS}: its "
-                f"features would leave the range of float32"
-            )
         self.width = width
         self.register_buffer("projection", torch.zeros(1, width, num_features))
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
         self.redraw(int(torch.randint(_MOST_SEED, (), device="cpu")))
+
+    @classmethod
+    def of(cls, num_heads: int, width: int, num_features: int | None) -> FeatureMap:
+        """See :meth:`FeatureMap.of`."""
+        return cls(width, num_features or 4 * width)
 
     def redraw(self, seed: int) -> None:
         """Replace W by the one of ``seed``; its last bits may be another machine's."""
@@ -187,6 +193,11 @@ class Hedgehog(FeatureMap):
         super().__init__(2 * width)
         self.weight = nn.Parameter(torch.eye(width).repeat(2 * num_heads, 1, 1))
 
+    @classmethod
+    def of(cls, num_heads: int, width: int, num_features: int | None) -> FeatureMap:
+        """See :meth:`FeatureMap.of`."""
+        return cls(num_heads, width)
+
     def map(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`FeatureMap.map`."""
         x = torch.matmul(qk.transpose(1, 2), self.weight)
@@ -213,6 +224,11 @@ class Product(FeatureMap):
         )
         self.bias = nn.Parameter(torch.empty(2 * num_heads, 1, 2 * width).uniform_(-bound, bound))
 
+    @classmethod
+    def of(cls, num_heads: int, width: int, num_features: int | None) -> FeatureMap:
+        """See :meth:`FeatureMap.of`."""
+        return cls(num_heads, width)
+
     def map(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`FeatureMap.map`."""
         both = torch.matmul(qk.transpose(1, 2), self.weight) + self.bias
@@ -221,7 +237,33 @@ class Product(FeatureMap):
         return q, k
 
 
-NAMES = ("elu", "identity", "relu", "product", "favor", "taylor", "hedgehog")
+_MAPS: dict[str, type[FeatureMap]] = {
+    "elu": Elu,
+    "identity": Identity,
+    "relu": Relu,
+    "product": Product,
+    "favor": Favor,
+    "taylor": Taylor,
+    "hedgehog": Hedgehog,
+}
+NAMES = tuple(_MAPS)
+
+
+def find(name: str, width: int) -> type[FeatureMap]:
+    """The class of a feature map, for keys of this width; nothing is drawn or stored.
+
+    Raises:
+        EdgelinError: There is no such map, or it takes no keys so wide.
+    """
+    if name not in _MAPS:
+        raise EdgelinError(f"feature_map is {name!r}; allowed: {', '.join(NAMES)}")
+    most = _MAPS[name].most_width
+    if most is not None and width > most:
+        raise EdgelinError(
+            f"key_dim is {width}; feature_map {name!r} takes at most {most}: its features would "
+            f"leave the range of float32"
+        )
+    return _MAPS[name]
 
 
 def build(name: str, *, num_heads: int, width: int, num_features: int | None) -> FeatureMap:
@@ -234,23 +276,9 @@ def build(name: str, *, num_heads: int, width: int, num_features: int | None) ->
         num_features: Features of "favor"; None: 4 K.
 
     Raises:
-        EdgelinError: There is no such map.
+        EdgelinError: As :func:`find`.
     """
-    if name == "elu":
-        return Elu(width)
-    if name == "identity":
-        return Identity(width)
-    if name == "relu":
-        return Relu(width)
-    if name == "product":
-        return Product(num_heads, width)
-    if name == "favor":
-        return Favor(width, num_features or 4 * width)
-    if name == "taylor":
-        return Taylor(width)
-    if name == "hedgehog":
-        return Hedgehog(num_heads, width)
-    raise EdgelinError(f"feature_map is {name!r}; allowed: {', '.join(NAMES)}")
+    return find(name, width).of(num_heads, width, num_features)
 
 
 def _orthogonal_blocks(width: int, count: int, seed: int) -> Tensor:
@@ -266,4 +294,4 @@ def _orthogonal_blocks(width: int, count: int, seed: int) -> Tensor:
     return matrix
 
 
-__all__ = ["NAMES", "FeatureMap", "build"]
+__all__ = ["NAMES", "FeatureMap", "build", "find"]

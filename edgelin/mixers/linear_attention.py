@@ -59,7 +59,8 @@ class FeatureSizes(HeadSizes):
                 )
         if self.normalize not in ("z", "rms"):
             raise EdgelinError(f"normalize is {self.normalize!r}; allowed: z, rms")
-        if self.normalize == "z" and self.features().signed:
+        signed = feature_maps.find(self.feature_map, self.key_dim).signed
+        if self.normalize == "z" and signed:
             raise EdgelinError(
                 f"feature_map {self.feature_map!r} has features of both signs, whose sum can't "
                 f"divide; set normalize to 'rms'"
