@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from edgelin.errors import EdgelinError
@@ -18,6 +20,21 @@ def require(good: bool, name: str, value: object, allowed: str) -> None:
     """Raise the one-line error of a setting out of range."""
     if not good:
         raise EdgelinError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+@contextlib.contextmanager
+def needing_torch(folder: Path) -> Iterator[None]:
+    """Imports of what runs a checkpoint folder.
+
+    Raises:
+        EdgelinError: torch, or what else training needs, is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise EdgelinError(
+            f'{folder} is a checkpoint, which needs torch ({error}): pip install "edgelin[train]"'
+        ) from error
 
 
 def integer(name: str, value: object, allowed: str) -> int:

@@ -96,13 +96,9 @@ def evaluate_checkpoint(folder: Path, text: str, *, max_tokens: int | None = Non
     Raises:
         EdgelinError: torch is not installed, or the folder is no checkpoint.
     """
-    try:
+    with checks.needing_torch(folder):
         from edgelin import checkpoint
         from edgelin.train.evaluate import streamed_bits_per_byte
-    except ImportError as error:
-        raise EdgelinError(
-            f'{folder} is a checkpoint, which needs torch ({error}): pip install "edgelin[train]"'
-        ) from error
     model, config = checkpoint.load(folder)
     if config.features is not None:
         raise EdgelinError(f"{folder} reads features, not text; give it --features")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from edgelin.errors import EdgelinError
+from edgelin.runtimes import checks
 from edgelin.runtimes.distribution import deviation, divergence
 from edgelin.runtimes.feature_file import check_features, config_of
 from edgelin.runtimes.session import Bundle
@@ -93,14 +94,10 @@ def evaluate_checkpoint(folder: Path, path: Path) -> FeatureQuality:
         EdgelinError: torch is not installed, the folder is no checkpoint of a model of features, or
             the file does not fit it.
     """
-    try:
+    with checks.needing_torch(folder):
         from edgelin import checkpoint
         from edgelin.train import dataset
         from edgelin.train.features import score
-    except ImportError as error:
-        raise EdgelinError(
-            f'{folder} is a checkpoint, which needs torch ({error}): pip install "edgelin[train]"'
-        ) from error
     model, config = checkpoint.load(folder)
     if config.features is None:
         raise EdgelinError(f"{folder} reads text, not features; give it --text")
