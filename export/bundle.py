@@ -34,6 +34,7 @@ from edgelin.export.step_form import step_form
 from edgelin.export.target import COPIED
 from edgelin.export.trace import trace
 from edgelin.families import convert
+from edgelin.files import staging
 from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import FileRecord, Manifest, Variant, file_records
 from edgelin.runtimes.session import Bundle
@@ -109,7 +110,7 @@ def _export(
     model = step_form(model)
     if config.features is None:
         _check_tokenizer(checkpoint / "tokenizer.json", config.vocab_size)
-    with target.staging(out) as folder:
+    with staging(out) as folder:
         report = _Export(checkpoint, model, chosen, folder, attention).run(recipes)
         failures = report.failures()
         report.bundle = target.failed(out) if failures else out

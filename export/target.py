@@ -15,7 +15,6 @@ from edgelin.checkpoint import CHAT_TEMPLATE
 from edgelin.errors import EdgelinError
 from edgelin.export.golden import FILE_NAME as GOLDEN_NAME
 from edgelin.export.report import JSON_NAME, TEXT_NAME
-from edgelin.files import staging as staging
 from edgelin.runtimes.manifest import FILE_NAME as MANIFEST_NAME
 
 COPIED = (

@@ -12,6 +12,7 @@ import pytest
 
 from edgelin.errors import EdgelinError
 from edgelin.export import target
+from edgelin.files import staging
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_bundles_and_empty_folders_are_replaced(
 ) -> None:
     _folder(tmp_path / "out", *names)
     out = target.find(checkpoint, tmp_path / "out", force=True)
-    with target.staging(out) as folder:
+    with staging(out) as folder:
         (folder / "edgelin.json").write_text("new")
         target.put(folder, out, force=True)
     assert {path.name: path.read_text() for path in out.iterdir()} == {"edgelin.json": "new"}
@@ -112,7 +113,7 @@ def test_a_failed_rename_puts_the_old_bundle_back(
     ("number", "space"), [(errno.ENOSPC, True), (errno.EROFS, False), (errno.EACCES, False)]
 )
 def test_only_a_full_disk_asks_for_space(number: int, space: bool, tmp_path: Path) -> None:
-    with pytest.raises(EdgelinError) as caught, target.staging(tmp_path / "out"):
+    with pytest.raises(EdgelinError) as caught, staging(tmp_path / "out"):
         raise OSError(number, os.strerror(number))
     assert ("free some space" in str(caught.value)) == space
     assert str(caught.value).endswith("choose another --out")
@@ -121,7 +122,7 @@ def test_only_a_full_disk_asks_for_space(number: int, space: bool, tmp_path: Pat
 def test_a_bundle_has_the_mode_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        with target.staging(tmp_path / "out") as folder:
+        with staging(tmp_path / "out") as folder:
             assert folder.stat().st_mode & 0o777 == 0o750
     finally:
         os.umask(before)
