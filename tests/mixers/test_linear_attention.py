@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from loops.common import EPS, HIDDEN, LINEAR, heads_of, matrix
-from loops.linear_attention import MAPS
+from loops.linear_attention import MAPS, added_to_sum
 from torch import Tensor
 
 from edgelin import mixers
@@ -45,7 +45,7 @@ def whole(m: Any, x: np.ndarray) -> np.ndarray:
     q, k = MAPS[c.feature_map](m, q, k)
     weights = np.einsum("bihf,bjhf->bhij", q, k)
     if c.normalize == "z":
-        weights = weights / (weights.sum(-1, keepdims=True) + 1e-6)
+        weights = weights / (weights.sum(-1, keepdims=True) + added_to_sum(m))
     o = np.einsum("bhij,bjhv->bihv", weights, v)
     if c.normalize == "rms":
         o = o / np.sqrt((o**2).mean(-1, keepdims=True) + EPS) * matrix(m, "norm.weight")

@@ -68,6 +68,11 @@ MAPS = {
 }
 
 
+def added_to_sum(m: Any) -> float:
+    """Performer's keys may have tiny features, so that their sum has a tinier bound."""
+    return 1e-30 if m.config.feature_map == "favor" else 1e-6
+
+
 def pack(m: Any, features: np.ndarray) -> np.ndarray:
     """Features on the last axis as the mixer stores them: x_i x_j once, times sqrt(2)."""
     width = m.config.key_dim
@@ -95,7 +100,7 @@ def loop(
     after = {"recurrent.3": s}
     if c.normalize == "z":
         den, z = memory(q, k, one, a, state["normalizer.3"][..., None])
-        o = o / (den + (1e-30 if c.feature_map == "favor" else 1e-6))
+        o = o / (den + added_to_sum(m))
         after["normalizer.3"] = z[..., 0]
     else:
         o = (
