@@ -93,11 +93,13 @@ def command(
         stream.load(load_state)
     output = _Output()
     if features is not None:
-        paces, interrupted = answer.answer(
-            model, stream, features, as_json=as_json, emit=output.emit, failed=output.has_failed
-        )
-        if save_state is not None and stream.outputs is not None:
-            stream.save(save_state)
+        try:
+            paces, interrupted = answer.answer(
+                model, stream, features, as_json=as_json, emit=output.emit, failed=output.has_failed
+            )
+        finally:  # a line that cannot be read ends the stream; what was answered before it counts
+            if save_state is not None and stream.outputs is not None:
+                stream.save(save_state)
     else:
         end = "\n" if output.terminal else ""
         write = writer.Writer(

@@ -49,6 +49,7 @@ def parse_steps(lines: Iterable[str], source: Features) -> Iterator[Array]:
         EdgelinError: A line has other than F finite numbers.
     """
     for number, line in enumerate(lines, start=1):
+        line = line.removeprefix("\ufeff") if number == 1 else line  # Windows programs write one
         words = [w for part in line.split(",") for w in (part.split() or [""])]
         if words == [""]:
             continue
@@ -57,6 +58,16 @@ def parse_steps(lines: Iterable[str], source: Features) -> Iterator[Array]:
                 raise EdgelinError(f"field {words.index('') + 1} is empty; give every number")
             if len(words) != source.size:
                 raise EdgelinError(f"{len(words)} numbers, {source.size} are needed")
-            yield source.check([[float(word) for word in words]], 1)[0][0]
-        except (ValueError, EdgelinError) as error:
+            yield source.check([[_number(word) for word in words]], 1)[0][0]
+        except EdgelinError as error:
             raise EdgelinError(f"line {number} of standard input: {error}") from None
+
+
+def _number(word: str) -> float:
+    """A word as a number."""
+    try:
+        return float(word)
+    except ValueError:
+        raise EdgelinError(
+            f"{word!r} is no number; send lines of numbers alone, without a header"
+        ) from None

@@ -84,6 +84,23 @@ def test_a_saved_stream_goes_on(sensor: Any, x: Any, tmp_path: Path) -> None:
         assert first.stdout + second.stdout == whole
 
 
+def test_a_wrong_line_keeps_what_was_read(sensor: Any, x: Any, tmp_path: Path) -> None:
+    state, options = tmp_path / "s", ["--features", "-", "--json"]
+    whole = _run("run", sensor.path, *options, stdin=_text(x)).stdout
+    lines = _text(x[:13]) + "oops\n"
+    first = _run("run", sensor.path, *options, "--save-state", state, stdin=lines)
+    second = _run("run", sensor.path, *options, "--load-state", state, stdin=_text(x[13:]))
+    assert first.exit_code == 1 and first.stdout + second.stdout == whole
+
+
+def test_a_byte_order_mark_is_skipped(sensor: Any, x: Any) -> None:
+    plain, marked = (
+        _run("run", sensor.path, "--features", "-", stdin=mark + _text(x).encode()).stdout
+        for mark in (b"", b"\xef\xbb\xbf")
+    )
+    assert plain == marked
+
+
 def test_stats(sensor: Any, x: Any) -> None:
     result = _run("run", sensor.path, "--features", "-", "--stats", stdin=_text(x))
     lines = result.stderr.splitlines()
@@ -139,7 +156,7 @@ def test_ctrl_c_while_it_waits_saves_the_state(sensor: Any, x: Any, tmp_path: Pa
     ("stdin", "message"),
     [
         ("1,2,3,4,5\n1,2\n", "line 2 of standard input: 2 numbers, 5 are needed"),
-        ("1,2,3,4,x\n", "line 1 of standard input: could not convert string to float: 'x'"),
+        ("1,2,3,4,x\n", "line 1 of standard input: 'x' is no number; send lines of numbers alone"),
         ("1,2,3,4,nan\n", "line 1 of standard input: feature 4 at step 0 is nan"),
         (b"\xff\xfe\n", "standard input is no text"),
     ],
