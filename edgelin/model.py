@@ -50,10 +50,11 @@ class Block(nn.Module):
             gated = mlp.Config(config.intermediate_size)
             self.mlp = mlp.Mixer(gated, config.hidden_size, layer, config.rms_norm_eps)
         place = config.norm_places[layer] if config.norm_places else "before"
+        self.normalises_stream = place == "stream"
         for name in ("mixer", "mlp")[: len(self.branches())]:
             if place != "after":
                 setattr(self, f"{name}_norm", norm(config))
-            if place != "before":
+            if place in ("after", "both"):
                 setattr(self, f"{name}_post_norm", norm(config))
         self.dropout = nn.Dropout(config.dropout)
 
@@ -78,7 +79,9 @@ class Block(nn.Module):
             before, behind = (getattr(self, f"{name}_{k}", None) for k in ("norm", "post_norm"))
             extra = (shared,) if getattr(branch, "shares", False) else ()
             own = {spec.name: state[spec.name] for spec in branch.state_specs()}
-            y, own = branch(before(x) if before else x, own, position, *extra)
+            normed = before(x) if before else x
+            y, own = branch(normed, own, position, *extra)
+            x = normed if self.normalises_stream else x
             x = x + self.dropout(behind(y) if behind else y)
             after |= own
         return x, after

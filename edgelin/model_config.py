@@ -21,7 +21,7 @@ _TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 HEADS = ("step", "sequence")
 TASKS = ("classification", "regression")
 NORMS = ("rms", "layer")
-NORM_PLACES = ("before", "after", "both")
+NORM_PLACES = ("before", "after", "both", "stream")
 
 
 def check_range(name: str, value: float, least: float, most: float | None = None) -> None:
@@ -96,7 +96,8 @@ class ModelConfig:
             empty: a gated MLP of ``intermediate_size`` everywhere.
         norm: ``rms``, or ``layer`` for LayerNorm with a bias.
         norm_places: For every layer where its branches are normalised: ``before``, ``after`` (what
-            they add to the stream) or ``both``; empty: before, everywhere.
+            they add to the stream), ``both``, or ``stream``: before, and what they add to is
+            normalised too; empty: before, everywhere.
         embedding_norm: Whether the embedding is normalised before the first layer.
         tie_word_embeddings: Whether the head shares the embedding matrix.
         rms_norm_eps: Added to the mean square (or the variance) in every norm.

@@ -349,8 +349,8 @@ def test_mlps_name_what_follows_each_mixer() -> None:
 
 def test_norms_stand_before_or_after_a_branch() -> None:
     """Every place in one model, with norms that are not neutral."""
-    places = ("before", "after", "both")
-    config = dataclasses.replace(CONFIG, layers=("gla",) * 3, norm_places=places)
+    places = ("before", "after", "both", "stream")
+    config = dataclasses.replace(CONFIG, layers=("gla",) * 4, norm_places=places)
     torch.manual_seed(0)
     model = SequenceModel(config).eval().double()
     generator = torch.Generator().manual_seed(1)
@@ -364,8 +364,9 @@ def test_norms_stand_before_or_after_a_branch() -> None:
             branch = getattr(block, name)
             own = {s.name: after[s.name] for s in branch.state_specs()}
             y = getattr(block, f"{name}_norm")(x) if place != "after" else x
+            x = y if place == "stream" else x
             y = branch(y, own, torch.zeros(2, dtype=torch.int64))[0]
-            x = x + (getattr(block, f"{name}_post_norm")(y) if place != "before" else y)
+            x = x + (getattr(block, f"{name}_post_norm")(y) if place in ("after", "both") else y)
     wanted = model.norm(x) @ model.embedding.weight.T
     torch.testing.assert_close(model(ids)[0], wanted, rtol=1e-9, atol=1e-9)
 
