@@ -1,4 +1,4 @@
-"""Preallocated input, state and output buffers of one stream, bound to an onnxruntime session."""
+"""Preallocated input, state and output buffers of some rows, bound to an onnxruntime session."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ State = NDArray[np.float32] | NDArray[np.int64]
 
 
 class Buffers:
-    """State tensors of one stream and the IOBinding that reads and writes them.
+    """State tensors of ``batch`` rows and the IOBindings that read and write them.
 
     Two sets of arrays take turns as input and output. In place, both sets share the float32 arrays;
     integer states (the position) are small and read by many nodes, some of them after the new value
     is written, so they always take turns. These arrays never move, so they are bound only once.
 
+    A call may advance some neighbouring rows only; views of them are bound, and the other rows are
+    not touched. What took turns is then copied back, so that all rows stay in one set.
+
     A state that grows has another shape after every call. It takes turns too, in memory that is
-    taken in ever larger pieces, and is bound for every call.
+    taken in ever larger pieces, and is bound for every call, which advances all rows.
 
     Args:
         session: Session of the graph.
@@ -54,6 +57,7 @@ class Buffers:
         ]
         second = [a if same else a.copy() for a, same in zip(first, shared, strict=True)]
         self._sets = [first, second]
+        self._turning = [i for i, same in enumerate(shared) if not same]
         self._memory = {
             (turn, i): np.empty(0, np.float32) for turn in (0, 1) for i in self._growing
         }
@@ -62,57 +66,70 @@ class Buffers:
         self._keep = np.array([1], np.int64)
         self._outputs = np.zeros(batch * manifest.output.size, np.float32)
         self._turn = 0
-        self._bindings = [self._bind(0), self._bind(1)]
-        self._bound: list[tuple[int, bool] | None] = [None, None]
+        # Turn, first row and number of rows -> their binding, and the call it was bound for last.
+        self._bindings: dict[tuple[int, int, int], onnxruntime.IOBinding] = {}
+        self._bound: dict[tuple[int, int, int], tuple[int, bool]] = {}
 
     @property
     def states(self) -> list[State]:
         """The current state arrays, in the order of the manifest; writable."""
         return self._sets[self._turn]
 
-    def load(self, states: Sequence[State]) -> None:
-        """Copy other states, in the order of the manifest, into the current ones."""
+    def load(self, states: Sequence[State], *, first: int = 0) -> None:
+        """Copy other states, in the order of the manifest, into the rows from ``first`` on."""
         current = self._sets[self._turn]
         for i in self._growing:
             current[i] = self._shaped(self._turn, i, states[i].shape)
         for target, source in zip(current, states, strict=True):
-            target[...] = source
+            target[first : first + len(source)] = source
 
-    def run(self, inputs: Inputs, *, all_outputs: bool = False) -> Outputs:
-        """Read ``inputs`` [B, T] or [B, T, F], T <= chunk, and advance the states.
+    def swap(self, one: int, other: int) -> None:
+        """Exchange the states of two rows."""
+        for array in self._sets[self._turn]:
+            array[[one, other]] = array[[other, one]]
+
+    def run(self, inputs: Inputs, *, all_outputs: bool = False, first: int = 0) -> Outputs:
+        """Read ``inputs`` [R, T] or [R, T, F], T <= chunk, and advance R rows from ``first`` on.
 
         Returns:
-            [B, 1, size], or [B, T, size] with ``all_outputs``; overwritten by the next call.
+            [R, 1, size], or [R, T, size] with ``all_outputs``; overwritten by the next call.
         """
-        batch, time = inputs.shape[:2]
+        rows, time = inputs.shape[:2]
         kept = time if all_outputs else 1
-        shape = (batch, kept, self._manifest.output.size)
+        shape = (rows, kept, self._manifest.output.size)
         size = math.prod(shape)
         if size > self._outputs.size:
             self._outputs = np.zeros(size, np.float32)
-            self._bound = [None, None]
+            self._bound.clear()
         self._inputs[: inputs.size] = inputs.reshape(-1)
         self._keep[0] = 0 if all_outputs else 1
-        binding = self._bindings[self._turn]
-        if self._bound[self._turn] != (time, all_outputs):
-            self._bind_call(binding, time, kept)
-            self._bound[self._turn] = (time, all_outputs)
+        place = (self._turn, first, rows)
+        binding = self._bindings.get(place) or self._bind(*place)
+        if self._bound.get(place) != (time, all_outputs):
+            self._bind_call(binding, rows, time, kept)
+            self._bound[place] = (time, all_outputs)
         grown = self._bind_growing(binding, time)
         self._session.run_with_iobinding(binding)
         for i, array in grown.items():
             self._sets[1 - self._turn][i] = array
-        self._turn = 1 - self._turn
+        if rows == self._batch:
+            self._turn = 1 - self._turn
+        else:
+            here, there = self._sets[self._turn], self._sets[1 - self._turn]
+            for i in self._turning:
+                here[i][first : first + rows] = there[i][first : first + rows]
         return self._outputs[:size].reshape(shape)
 
-    def _bind(self, turn: int) -> onnxruntime.IOBinding:
+    def _bind(self, turn: int, first: int, rows: int) -> onnxruntime.IOBinding:
         """Bind the tensors whose shape never changes."""
-        binding = self._session.io_binding()
+        binding = self._bindings[turn, first, rows] = self._session.io_binding()
         targets = self._sets[1 - turn]
         for spec, source, target in zip(
             self._manifest.states, self._sets[turn], targets, strict=True
         ):
             if spec.growing_axis is not None:
                 continue
+            source, target = (array[first : first + rows] for array in (source, target))
             dtype = source.dtype.type
             binding.bind_input(spec.input_name, "cpu", 0, dtype, source.shape, source.ctypes.data)
             binding.bind_output(spec.output_name, "cpu", 0, dtype, target.shape, target.ctypes.data)
@@ -143,12 +160,12 @@ class Buffers:
             self._memory[turn, index] = np.empty(size + size // 2, np.float32)
         return self._memory[turn, index][:size].reshape(shape)
 
-    def _bind_call(self, binding: onnxruntime.IOBinding, time: int, kept: int) -> None:
+    def _bind_call(self, binding: onnxruntime.IOBinding, rows: int, time: int, kept: int) -> None:
         """Bind the tensors whose shape follows the number of steps."""
-        source, output, batch = self._manifest.input, self._manifest.output, self._batch
-        shape = [batch, time, *source.step]
+        source, output = self._manifest.input, self._manifest.output
+        shape = [rows, time, *source.step]
         binding.bind_input(source.name, "cpu", 0, source.dtype, shape, self._inputs.ctypes.data)
-        shape = [batch, kept, output.size]
+        shape = [rows, kept, output.size]
         binding.bind_output(output.name, "cpu", 0, np.float32, shape, self._outputs.ctypes.data)
 
 

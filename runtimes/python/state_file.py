@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -25,10 +26,14 @@ from numpy.typing import NDArray
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing
 from edgelin.runtimes import checks
+from edgelin.runtimes.manifest import Manifest
 from edgelin.runtimes.sampler import WINDOW
+from edgelin.runtimes.signature import Tokens
 from edgelin.runtimes.text import TextTail
 
 FORMAT = "1"
+
+_log = logging.getLogger("edgelin")
 
 
 @dataclass
@@ -119,6 +124,51 @@ def read(path: Path) -> SavedStream:
         )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise EdgelinError(f"{path} is damaged: odd metadata ({error}); save it again") from error
+
+
+def check(
+    saved: SavedStream, where: str | Path, manifest: Manifest, *, variant: str, batch: int
+) -> None:
+    """Refuse what another model saved, or what this one cannot have; warn of another variant.
+
+    Args:
+        saved: What is to be loaded.
+        where: Its name in the errors.
+        manifest: Of the bundle that is to go on from it.
+        variant: The variant that does.
+        batch: Rows that it has.
+
+    Raises:
+        EdgelinError: It is of another model, or of another batch size, or damaged.
+    """
+    if saved.model_hash != manifest.model_hash:
+        raise EdgelinError(
+            f"{where} was saved by another model ({saved.model_hash[:12]}, this one is "
+            f"{manifest.model_hash[:12]}); a state only fits the model that made it"
+        )
+    wanted = {s.name: (s.sized(saved.position), s.dtype) for s in manifest.states}
+    wanted[manifest.output.name] = ((manifest.output.size,), "float32")
+    for name, (sizes, dtype) in wanted.items():
+        found, shape = saved.tensors.get(name), (batch, *sizes)
+        if found is None or found.shape != shape or found.dtype != dtype:
+            have = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise EdgelinError(
+                f"{where}: tensor {name} is {have}, {dtype} {list(shape)} is needed; "
+                "the file is of another batch size or damaged"
+            )
+    counters = [spec.name for spec in manifest.states if spec.kind == "position"]
+    if any((saved.tensors[name] != saved.position).any() for name in counters):
+        raise EdgelinError(f"{where} is damaged: its positions disagree; save it again")
+    if isinstance(manifest.input, Tokens) != (saved.text is not None):
+        raise EdgelinError(f"{where} is damaged: it is not of {manifest.input.kind}; save it again")
+    recent = [] if saved.text is None else saved.text.recent
+    if any(not 0 <= token < manifest.output.size for token in recent):
+        raise EdgelinError(f"{where} is damaged: a recent id is out of range; save it again")
+    if saved.variant != variant:
+        _log.warning(
+            "Warning: %s was saved by variant %s and goes on with %s; the outputs may differ",
+            where, saved.variant, variant,
+        )  # fmt: skip
 
 
 def _position(text: str) -> int:

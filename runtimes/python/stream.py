@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
@@ -20,8 +19,6 @@ from edgelin.runtimes.text import TextDecoder, TextTail, flush
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle
-
-_log = logging.getLogger("edgelin")
 
 
 class _NotFiniteError(Exception):
@@ -185,43 +182,11 @@ class Stream:
         """
         saved = state_file.read(Path(path))
         manifest = self._bundle.manifest
-        if saved.model_hash != manifest.model_hash:
-            raise EdgelinError(
-                f"{path} was saved by another model ({saved.model_hash[:12]}, this one is "
-                f"{manifest.model_hash[:12]}); a state only fits the model that made it"
-            )
-        self._check_saved(path, saved)
-        if saved.variant != self._bundle.variant:
-            _log.warning(
-                "Warning: %s was saved by variant %s and goes on with %s; the outputs may differ",
-                path, saved.variant, self._bundle.variant,
-            )  # fmt: skip
+        state_file.check(saved, path, manifest, variant=self._bundle.variant, batch=self._batch)
         self._buffers.load([saved.tensors[spec.name] for spec in manifest.states])
         text = saved.text or state_file.TextPart([], TextTail())
         outputs = saved.tensors[manifest.output.name]
         self._set(saved.position, outputs, text.recent, text.tail)
-
-    def _check_saved(self, path: str | Path, saved: state_file.SavedStream) -> None:
-        """Refuse tensors of other shapes, and counts and ids that this model cannot have made."""
-        manifest = self._bundle.manifest
-        wanted = {s.name: (s.sized(saved.position), s.dtype) for s in manifest.states}
-        wanted[manifest.output.name] = ((manifest.output.size,), "float32")
-        for name, (sizes, dtype) in wanted.items():
-            found, shape = saved.tensors.get(name), (self._batch, *sizes)
-            if found is None or found.shape != shape or found.dtype != dtype:
-                have = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
-                raise EdgelinError(
-                    f"{path}: tensor {name} is {have}, {dtype} {list(shape)} is needed; "
-                    "the file is of another batch size or damaged"
-                )
-        counters = [spec.name for spec in manifest.states if spec.kind == "position"]
-        if any((saved.tensors[name] != saved.position).any() for name in counters):
-            raise EdgelinError(f"{path} is damaged: its positions disagree; save it again")
-        if isinstance(self.input, Tokens) != (saved.text is not None):
-            raise EdgelinError(f"{path} is damaged: it is not of {self.input.kind}; save it again")
-        recent = [] if saved.text is None else saved.text.recent
-        if any(not 0 <= token < manifest.output.size for token in recent):
-            raise EdgelinError(f"{path} is damaged: a recent id is out of range; save it again")
 
     def _set(
         self, position: int, outputs: Outputs | None, recent: Iterable[int], tail: TextTail
