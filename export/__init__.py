@@ -8,10 +8,3 @@ Code map:
 - ``contract``: manifest and metadata; ``golden``: the stream that checks a runtime
 - ``bundle``: everything in order, into a temporary folder, then renamed; ``report``: what was found
 """
-
-from __future__ import annotations
-
-import os
-
-# onnxruntime's native builds send telemetry unless this stands before the library is loaded.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import os
 import platform
 import sys
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import psutil
 import torch
 from numpy.typing import NDArray
@@ -117,7 +117,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "quantize": options.quantize,
         "versions": {
             "edgelin": edgelin.__version__,
-            "onnxruntime": onnxruntime.__version__,
+            "onnxruntime": importlib.metadata.version("onnxruntime"),
             "python": platform.python_version(),
         },
         "load_average": [min(loads), max(loads)],

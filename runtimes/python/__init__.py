@@ -6,15 +6,11 @@ write tokens in constant memory. The contract that this code follows is ``runtim
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle
-
-# onnxruntime's native builds report usage unless this is set before the library is loaded.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __all__ = ["load"]
 
