@@ -44,6 +44,13 @@ def integer(name: str, value: object, allowed: str) -> int:
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
+def positive(name: str, value: object) -> int:
+    """An integer of at least 1."""
+    found = integer(name, value, "1 or more")
+    require(found >= 1, name, found, "1 or more")
+    return found
+
+
 def number(name: str, value: object, allowed: str) -> float:
     """A float from any finite real number."""
     good = isinstance(value, numbers.Real) and not isinstance(value, bool)

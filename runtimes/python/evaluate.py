@@ -118,8 +118,7 @@ def _tokens(
 ) -> tuple[NDArray[np.int64], int]:
     """The end token and the text's tokens, and the bytes that the latter stand for."""
     if max_tokens is not None:
-        max_tokens = checks.integer("max_tokens", max_tokens, "1 or more")
-        checks.require(max_tokens >= 1, "max_tokens", max_tokens, "1 or more")
+        max_tokens = checks.positive("max_tokens", max_tokens)
     check_unicode(text)
     pieces: list[NDArray[np.int64]] = []
     found = 0

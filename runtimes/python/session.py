@@ -17,6 +17,7 @@ from edgelin.errors import EdgelinError
 from edgelin.runtimes import checks
 from edgelin.runtimes.buffers import Buffers
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest
+from edgelin.runtimes.pool import Pool
 from edgelin.runtimes.stream import Stream
 from edgelin.runtimes.text import TextCodec
 
@@ -67,9 +68,15 @@ class Bundle:
 
     def stream(self, batch: int = 1) -> Stream:
         """A new stream in its initial state, ``batch`` independent rows wide."""
-        batch = checks.integer("batch", batch, "1 or more")
-        checks.require(batch >= 1, "batch", batch, "1 or more")
-        return Stream(self, batch)
+        return Stream(self, checks.positive("batch", batch))
+
+    def pool(self, slots: int) -> Pool:
+        """An empty pool for so many streams; see :mod:`edgelin.runtimes.pool`.
+
+        Raises:
+            EdgelinError: A state of the model grows.
+        """
+        return Pool(self, checks.positive("slots", slots))
 
 
 def default_threads() -> int:
