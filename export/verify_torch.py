@@ -20,6 +20,7 @@ from edgelin.recurrences.dplr import reference as dplr
 from edgelin.recurrences.linear import reference as linear
 from edgelin.recurrences.lti import reference as lti
 from edgelin.recurrences.rnn import reference as rnn
+from edgelin.recurrences.running_max import reference as running_max
 
 if TYPE_CHECKING:
     from edgelin.model import SequenceModel
@@ -34,6 +35,7 @@ _REFERENCES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "edgelin::diagonal": diagonal.forward,
     "edgelin::lti": lti.forward,
     "edgelin::rnn": rnn.forward,
+    "edgelin::running_max": running_max.forward,
 }
 
 

@@ -1,5 +1,5 @@
 """What the ONNX forms of several recurrences share: decays of a chunk, the inverse of a
-unit-triangular matrix, and the fused operator.
+unit-triangular matrix, the shifts of a log-step scan, and the fused operator.
 
 With g the log decay of a head or a key, a chunk needs exp of three sums over tokens l: from its
 start to i, over j < l <= i, and after j to its end. Each is summed over its interval as such, since
@@ -307,3 +307,23 @@ def _quarters(graph: Graph, sign: int) -> tuple[ir.Value, ir.Value]:
             graph.cut_to_time(np.stack(levels)[:, None, None], ends, (3, 4)),
         ),
     )
+
+
+def scan_tables(graph: Graph) -> tuple[list[ir.Value], ir.Value]:
+    """For every shift s = 1, 2, 4, ... the times max(t - s, 0), and pads by T - 1 at the end."""
+    chunk = graph.chunk
+    steps = np.arange(chunk)
+
+    def build() -> tuple[list[ir.Value], ir.Value]:
+        """The tables, before every layer."""
+        ends = graph.by_time(np.arange(chunk + 1)[:, None])
+        tables = [np.maximum(steps - 2**level, 0) for level in range(_levels(chunk))]
+        pads = np.zeros((chunk + 1, 2), np.int64)
+        pads[1:, 1] = steps
+        shifts = [
+            graph.op("Slice", [graph.const(table, np.int64), graph.ints(0), ends])
+            for table in tables
+        ]
+        return shifts, graph.by_time(pads)
+
+    return graph.shared("scan", build)

@@ -119,6 +119,7 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[ir.Node], dict[str, Any]]]] = {
     "diagonal": ("diagonal", _channels),
     "lti": ("lti", _channels),
     "rnn": ("rnn", _elman),
+    "running_max": ("running_max", lambda node: {}),
     "short_convolution": ("conv", _convolution),
 }
 OPERATORS = tuple(_ARGUMENTS)

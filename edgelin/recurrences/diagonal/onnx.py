@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgelin.recurrences.decay_graph import floored, linear_attention
+from edgelin.recurrences.decay_graph import floored, linear_attention, scan_tables
 from edgelin.recurrences.graph import Graph
 from edgelin.recurrences.toeplitz_graph import mix
 
@@ -245,21 +245,14 @@ def _taps(graph: Graph, powers: ir.Value, weights: ir.Value) -> ir.Value:
 
 
 def _shifts(graph: Graph) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-    """For every shift s the times max(t - s, 0); a 0 at the first token; pads up to T - 1."""
-    chunk = graph.chunk
-    steps = np.arange(chunk)
-    ends = graph.by_time(np.arange(chunk + 1)[:, None])
-    shifts, s = [], 1
-    while s < chunk:
-        table = graph.const(np.maximum(steps - s, 0), np.int64)
-        shifts.append(graph.op("Slice", [table, graph.ints(0), ends]))
-        s *= 2
+    """Those of ``scan_tables``, and a 0 at the first token."""
+    shifts, pads = scan_tables(graph)
+    steps = np.arange(graph.chunk)
+    ends = graph.by_time(np.arange(graph.chunk + 1)[:, None])
     later = graph.op(
         "Slice", [graph.const((steps > 0).reshape(-1, 1, 1)), graph.ints(0), ends, graph.ints(0)]
     )
-    pads = np.zeros((chunk + 1, 2), np.int64)
-    pads[1:, 1] = steps
-    return shifts, later, graph.by_time(pads)
+    return shifts, later, pads
 
 
 def _scan(
