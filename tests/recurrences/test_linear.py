@@ -137,6 +137,21 @@ def test_normalizer(decay):
     assert error(z_final, want_z[..., 0]) < 2e-6
 
 
+@pytest.mark.parametrize("decay", DECAYS)
+def test_floor_of_the_normalizer(decay):
+    """Sums of both signs, some below the floor."""
+    q, k, v, g, state = make(decay, 65, batch=3)
+    z, floor = torch.randn(3, 2, 6), torch.rand(3, 65, 2)
+    o, *_ = linear(q, k, v, g, state, scale=0.3, normalizer=z, floor=floor, eps=1e-3)
+    numerator, _ = loop(q, k, v, g, state, 0.3)
+    sums, _ = loop(q, k, torch.ones_like(v[..., :1]), g, z[..., None], 0.3)
+    small = sums.abs() < floor[..., None]
+    assert (sums < 0).any() and small.any() and not small.all()
+    assert error(o, numerator / (torch.where(small, floor[..., None], sums.abs()) + 1e-3)) < 2e-6
+    with pytest.raises(ValueError, match="need .B, T, H. and a normalizer"):
+        linear(q, k, v, g, state, floor=floor)
+
+
 def test_output_types():
     """The output has the type of v, whatever the rest; the state stays float32."""
     q, k, v, g, state = make("head", 9)

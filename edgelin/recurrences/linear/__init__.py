@@ -5,8 +5,9 @@ Equation, per head:
     S_t = exp(g_t) S_{t-1} + k_t v_t^T
     o_t = scale * S_t^T q_t
 
-and, with the normaliser, o_t / (scale * z_t . q_t + eps) where z_t = exp(g_t) z_{t-1} + k_t. With
-the bonus u a token reads the state before its own decay and write, and its own value by u:
+and, with the normaliser, o_t / (scale * z_t . q_t + eps) where z_t = exp(g_t) z_{t-1} + k_t, or
+o_t / (max(|scale * z_t . q_t|, floor_t) + eps) where keys have both signs. With the bonus u a token
+reads the state before its own decay and write, and its own value by u:
 
     o_t = scale * (S_{t-1} + (u * k_t) v_t^T)^T q_t
 
@@ -18,7 +19,7 @@ reading S_{t-1}.
 Sources: Katharopoulos et al. 2020, "Transformers are RNNs", arXiv:2006.16236, equations 16 to 20;
 Sun et al. 2023, "Retentive network", arXiv:2307.08621, equation 6; Yang et al. 2024, "Gated linear
 attention", arXiv:2312.06635, equation 3; Peng et al. 2024, "Eagle and Finch", arXiv:2404.05892,
-section 4 (bonus).
+section 4 (bonus); Beck et al. 2024, "xLSTM", arXiv:2405.04517, equation 21 (floor).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences import widths
+from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.linear import chunked, delayed
 
 
@@ -43,7 +45,9 @@ def linear(
     scale: float = 1.0,
     bonus: Tensor | None = None,
     normalizer: Tensor | None = None,
+    floor: Tensor | None = None,
     eps: float = 1e-6,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Run the linear recurrence over a sequence, of any length from 1.
 
@@ -58,7 +62,11 @@ def linear(
         bonus: u ``[H, K]``, or None: the output reads the state after the write. Not together with
             a normaliser.
         normalizer: Normaliser z before the first token ``[B, H, K]``, float32, or None.
+        floor: Least magnitude of the denominator ``[B, T, H]``, which then counts without its sign;
+            only with a normaliser.
         eps: Added to the denominator.
+        lengths: Steps that each row really has ``[B]``, or None: all; see
+            :mod:`edgelin.recurrences.lengths`.
 
     Returns:
         ``(o, state)``, with ``normalizer`` ``(o, state, normalizer)``: ``o`` ``[B, T, H, V]`` in
@@ -67,6 +75,9 @@ def linear(
     _check(q, k, v, g, state)
     if bonus is not None and (normalizer is not None or bonus.shape != q.shape[2:]):
         raise ValueError(f"bonus is {tuple(bonus.shape)}, need [H, K] and no normalizer")
+    if floor is not None and (normalizer is None or floor.shape[2:] != q.shape[2:3]):
+        raise ValueError(f"floor is {tuple(floor.shape)}, need [B, T, H] and a normalizer")
+    k, g = masked(k, lengths), None if g is None else masked(g, lengths)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
@@ -84,6 +95,8 @@ def linear(
         return o, state
     ones = torch.ones((*k.shape[:3], 1), dtype=normalizer.dtype, device=k.device)
     sums, z = _within_widths(run, q, k, ones, g, normalizer[..., None])
+    if floor is not None:
+        sums = torch.maximum(sums.abs(), floor[..., None])
     return (o / (sums + eps)).to(v.dtype), state, z[..., 0]
 
 
