@@ -62,7 +62,7 @@ def main() -> None:
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Run the stream."""
     bundle = edgelin.load(options.bundle, variant=options.variant, threads=options.threads)
-    stream = bundle.stream()
+    stream = bundle.stream(capsule="none")
     later = [WARM_UP + p for p in measure.log_spaced(WINDOW, options.tokens, per_octave=2)]
     # The first point only brings in what measuring itself loads.
     points = measure.series(stream, [WARM_UP, *later], WINDOW)[1:]
@@ -88,7 +88,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 def fresh(bundle: Bundle) -> Stream:
     """A stream that has just warmed up."""
-    stream = bundle.stream()
+    stream = bundle.stream(capsule="none")
     measure.series(stream, [WARM_UP], WINDOW)
     return stream
 

@@ -192,7 +192,7 @@ def replay(bundle: Bundle, inputs: npt.NDArray[Any]) -> Stream:
         bundle: An opened variant.
         inputs: `[T]` or `[T, F]`, T = sum of ``PIECES``.
     """
-    stream = bundle.stream()
+    stream = bundle.stream(capsule="none")
     ends = np.cumsum(PIECES)
     outputs = [
         stream.feed(inputs[end - length : end], all_outputs=True)

@@ -62,6 +62,32 @@ def turn(bundle: Bundle, text: str, *, system: str | None = None, first: bool = 
     return words.encode(rendered)
 
 
+def opening(bundle: Bundle, system: str) -> list[int]:
+    """Token ids of what a chat model is told before the first turn; turns go on from there.
+
+    They are the beginning of a first turn with this system text, up to what a later turn feeds.
+
+    Raises:
+        EdgelinError: The bundle has no chat template, or the template has no turn for a system text
+            alone.
+    """
+    template, record = template_of(bundle)
+    if not system.strip():
+        raise EdgelinError("the system text is empty; say something of at least one character")
+    words, mark, said = _Words(bundle.text, record.special_tokens), _unique(), _unique()
+    user = {"role": "user", "content": said}
+    told = [{"role": "system", "content": words.protect(system)}, user]
+    later = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}, user]
+    first, rest = (render(template, messages, record.chat_tokens) for messages in (told, later))
+    turn = rest.partition(mark)[2]
+    if said not in turn or not first.endswith(turn):
+        raise EdgelinError(
+            f"{template} puts the system text into the first turn, so it cannot be read alone; "
+            "give --system to `edgelin run --chat`"
+        )
+    return words.encode(first.removesuffix(turn))
+
+
 def template_of(bundle: Bundle) -> tuple[Path, TokenizerRecord]:
     """The chat template, and the tokenizer that it is for.
 
@@ -197,4 +223,4 @@ def _unique() -> str:
     return f"\ue000{secrets.token_hex(8)}\ue001"
 
 
-__all__ = ["defaults", "render", "template_of", "turn"]
+__all__ = ["defaults", "opening", "render", "template_of", "turn"]

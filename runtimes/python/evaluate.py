@@ -70,7 +70,7 @@ def evaluate(
                 "only bundles of one tokenizer can be compared token by token"
             )
         bundles.append(against)
-    streams = [b.stream() for b in bundles]
+    streams = [b.stream(capsule="none") for b in bundles]
     chunk = min(b.manifest.chunk for b in bundles)
     nats, kl, agreed = [0.0] * len(bundles), 0.0, 0
     for start in tqdm(range(0, len(ids) - 1, chunk), unit="chunk", disable=None, leave=False):

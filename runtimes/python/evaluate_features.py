@@ -115,7 +115,7 @@ def _signature(bundle: Bundle) -> tuple[Any, Any]:
 
 def _outputs(bundle: Bundle, data: Sequences) -> Array:
     """Outputs `[n, size]` after every sequence, or `[sum of lengths, size]` at every step."""
-    stream, rows = bundle.stream(), []
+    stream, rows = bundle.stream(capsule="none"), []
     every = bundle.manifest.output.head == "step"
     for x in tqdm(data, total=len(data.lengths), unit="sequence", disable=None, leave=False):
         stream.reset()

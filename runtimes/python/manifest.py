@@ -59,6 +59,19 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Capsule:
+    """A state file in the bundle (see :mod:`edgelin.runtimes.capsules`).
+
+    Args:
+        file: Its path, relative to the bundle.
+        record: Its hash and size.
+    """
+
+    file: str
+    record: FileRecord
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Content of ``edgelin.json``.
 
@@ -74,6 +87,8 @@ class Manifest:
         default_variant: Key of ``variants`` that is used unless another is asked for.
         variants: Name to graph.
         files: Other files of the bundle by relative path.
+        capsules: Name to a state that streams can begin in.
+        default_capsule: The one in which they begin unless told; None: before the first step.
         max_time: Largest number of steps in one call, None for no limit.
         chunk: Number of steps a call should carry while reading many.
         num_logits_to_keep: Overridable initializer: how many last positions are answered, 0 for
@@ -92,6 +107,8 @@ class Manifest:
     default_variant: str
     variants: dict[str, Variant]
     files: dict[str, FileRecord] = field(default_factory=dict)
+    capsules: dict[str, Capsule] = field(default_factory=dict)
+    default_capsule: str | None = None
     max_time: int | None = None
     chunk: int = 64
     num_logits_to_keep: str = "num_logits_to_keep"
@@ -131,6 +148,11 @@ class Manifest:
                 for name, variant in self.variants.items()
             },
             "files": _records(self.files),
+            "capsules": {
+                name: {"file": capsule.file, **vars(capsule.record)}
+                for name, capsule in self.capsules.items()
+            },
+            "default_capsule": self.default_capsule,
         }
         content["digest"] = digest(content)
         return content
@@ -321,6 +343,11 @@ def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:
             for name, entry in content["variants"].items()
         },
         files=_read_records(content["files"]),
+        capsules={
+            name: Capsule(entry["file"], FileRecord(entry["sha256"], entry["bytes"]))
+            for name, entry in content.get("capsules", {}).items()
+        },
+        default_capsule=content.get("default_capsule"),
         max_time=content["max_time"],
         chunk=content["chunk"],
         num_logits_to_keep=content["num_logits_to_keep"],
@@ -334,6 +361,8 @@ def _validate(manifest: Manifest, where: str) -> None:
         _refuse(where, f"profile is {manifest.profile!r}; allowed: {', '.join(PROFILES)}")
     if manifest.default_variant not in manifest.variants:
         _refuse(where, f"default_variant {manifest.default_variant!r} is not among variants")
+    if manifest.default_capsule not in (None, *manifest.capsules):
+        _refuse(where, f"default_capsule {manifest.default_capsule!r} is not among capsules")
     limit = manifest.max_time
     if manifest.chunk < 1 or (limit is not None and not manifest.chunk <= limit):
         _refuse(where, f"chunk is {manifest.chunk}; 1 .. max_time ({limit}) is allowed")
@@ -347,7 +376,7 @@ def _validate(manifest: Manifest, where: str) -> None:
             _refuse(where, f"state {spec.name} grows and is {spec.dtype}; allowed: float32")
     if isinstance(manifest.input, Features) != (manifest.tokenizer is None):
         _refuse(where, f"tokenizer does not fit an input of {manifest.input.kind}")
-    paths = [*manifest.files]
+    paths = [*manifest.files, *(capsule.file for capsule in manifest.capsules.values())]
     for name, variant in manifest.variants.items():
         if variant.file not in variant.files:
             _refuse(where, f"variant {name} does not list its own file {variant.file!r}")

@@ -41,6 +41,13 @@ def check_types(content: dict[str, Any]) -> None:
     for name, entry in _object(content["variants"], "variants").items():
         _variant(_object(entry, f"variants.{name}"), f"variants.{name}")
     _records(content["files"], "files")
+    # Bundles of the first version have no capsules.
+    capsules = _object(content.get("capsules", {}), "capsules")
+    _records(capsules, "capsules")
+    for name, entry in capsules.items():
+        _text(entry["file"], f"capsules.{name}.file")
+    if content.get("default_capsule") is not None:
+        _text(content["default_capsule"], "default_capsule")
 
 
 def _signature(source: dict[str, Any], output: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def bench(bundle: Path, *, tokens: int, threads: int | None, variant: str | None
     speeds, stream = [], None
     for count in counts:
         model = edgelin.load(bundle, variant=variant, threads=count)
-        stream = model.stream()
+        stream = model.stream(capsule="none")
         speeds.append({"threads": count, **speed(model, stream)})
     assert stream is not None
     stream.reset()

@@ -14,10 +14,11 @@ import onnxruntime
 import psutil
 
 from edgelin.errors import EdgelinError
-from edgelin.runtimes import checks
+from edgelin.runtimes import capsules, checks
 from edgelin.runtimes.buffers import Buffers
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.pool import Pool
+from edgelin.runtimes.snapshots import Snapshot
 from edgelin.runtimes.stream import Stream
 from edgelin.runtimes.text import TextCodec
 
@@ -66,9 +67,36 @@ class Bundle:
             raise EdgelinError(f"{self.path} reads features, not text; give it --features")
         return TextCodec(self.path / tokenizer.file, self.manifest.output.size)
 
-    def stream(self, batch: int = 1) -> Stream:
-        """A new stream in its initial state, ``batch`` independent rows wide."""
-        return Stream(self, checks.positive("batch", batch))
+    def stream(self, batch: int = 1, *, capsule: str | None = None) -> Stream:
+        """A new stream, ``batch`` independent rows wide.
+
+        Args:
+            batch: Rows.
+            capsule: Name of the capsule in which every row begins; None takes the bundle's default
+                one, if it has one, and ``"none"`` none: the stream begins before the first token.
+
+        Raises:
+            EdgelinError: There is no such capsule, or its file is damaged.
+        """
+        rows, saved = checks.positive("batch", batch), capsules.find(self, capsule)
+        start = None if saved is None else Snapshot.of(saved, self.manifest).rows(rows)
+        return Stream(self, rows, start)
+
+    def add_capsule(
+        self, name: str, stream: Stream, *, default: bool = False, dtype: str = "float32"
+    ) -> None:
+        """Add how a stream of one row stands to the files of the bundle.
+
+        Args:
+            name: Lower-case letters, digits, ``-`` and ``_``; a capsule of that name is replaced.
+            stream: A stream of this bundle that has read something.
+            default: Whether new streams begin there unless told otherwise.
+            dtype: As of :meth:`Stream.save`.
+
+        Raises:
+            EdgelinError: The name is not allowed, or the bundle cannot be written.
+        """
+        self.manifest = capsules.add(self, name, stream.saved(), default=default, dtype=dtype)
 
     def pool(self, slots: int) -> Pool:
         """An empty pool for so many streams; see :mod:`edgelin.runtimes.pool`.

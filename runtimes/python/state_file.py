@@ -1,7 +1,8 @@
 """State files: a stream on disk, as safetensors, so that it goes on later or elsewhere.
 
-Tensors: every state of the manifest under its ``name``, and the last ``logits`` [batch, vocab] or
-``outputs`` [batch, size]. Metadata (all strings): ``edgelin_state`` (format), ``model_hash``,
+Tensors: every state of the manifest under its ``name``, stored as :mod:`state_codec` says (the
+scales of an int8 one under ``name.scale``), and the last ``logits`` [batch, vocab] or ``outputs``
+[batch, size], always float32. Metadata (all strings): ``edgelin_state`` (format), ``model_hash``,
 ``variant``, ``position``, ``sha256`` of all the rest (see :func:`_hash`), and for text ``recent``
 (JSON list of token ids) and ``text`` (JSON: hex of pending bytes, held text).
 """
@@ -14,7 +15,8 @@ import json
 import logging
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,19 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from edgelin import __version__
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing
-from edgelin.runtimes import checks
+from edgelin.runtimes import checks, state_codec
 from edgelin.runtimes.manifest import Manifest
 from edgelin.runtimes.sampler import WINDOW
 from edgelin.runtimes.signature import Tokens
 from edgelin.runtimes.text import TextTail
 
 FORMAT = "1"
+_SCALE = ".scale"
+_ANSWERS = ("logits", "outputs")
+_SHORTER = (np.dtype(np.float16), np.dtype(np.int8))
 
 _log = logging.getLogger("edgelin")
 
@@ -58,7 +64,8 @@ class SavedStream:
         variant: Variant that made it.
         position: Tokens or steps read.
         text: Of a stream of text; None for one of features.
-        tensors: Name of a state or of the model's output to array.
+        tensors: Name of a state or of the model's output to array, as it steps: float32 or int64.
+        stored: Name to the dtype that the file has, where it is another.
     """
 
     model_hash: str
@@ -66,10 +73,21 @@ class SavedStream:
     position: int
     text: TextPart | None
     tensors: dict[str, NDArray[Any]]
+    stored: dict[str, str] = field(default_factory=dict)
 
 
-def write(path: Path, saved: SavedStream) -> None:
-    """Write a state file; an older one stays whole until the new one is complete."""
+def write(path: Path, saved: SavedStream, *, dtype: str = "float32") -> None:
+    """Write a state file; an older one stays whole until the new one is complete.
+
+    Args:
+        path: The file.
+        saved: Its content.
+        dtype: How float32 states are stored, one of :data:`state_codec.DTYPES`.
+
+    Raises:
+        EdgelinError: The file cannot be written, or a state is not finite.
+    """
+    tensors = _encoded(saved.tensors, state_codec.check(dtype))
     metadata = {
         "edgelin_state": FORMAT,
         "model_hash": saved.model_hash,
@@ -80,11 +98,11 @@ def write(path: Path, saved: SavedStream) -> None:
         tail = saved.text.tail
         metadata["recent"] = json.dumps(saved.text.recent)
         metadata["text"] = json.dumps({"pending": tail.pending.hex(), "held": tail.held})
-    metadata["sha256"] = _hash(metadata, saved.tensors)
+    metadata["sha256"] = _hash(metadata, tensors)
     checks.target(path)
     try:
         with replacing(path) as part, part.open("wb") as file:
-            file.write(safetensors.numpy.save(saved.tensors, metadata))
+            file.write(safetensors.numpy.save(tensors, metadata))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -97,21 +115,8 @@ def read(path: Path) -> SavedStream:
     Raises:
         EdgelinError: It is missing, damaged, or not a state file.
     """
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise EdgelinError(f"there is no state file {path}") from None
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise EdgelinError(
-            f"{path} is damaged or no state file ({error}); save it again"
-        ) from error
-    if metadata.get("edgelin_state") != FORMAT:
-        raise EdgelinError(
-            f"{path} is no edgelin state file of format {FORMAT}; make one with --save-state"
-        )
-    if metadata.get("sha256") != _hash(metadata, tensors):
+    metadata, found = _content(path)
+    if metadata.get("sha256") != _hash(metadata, found):
         raise EdgelinError(f"{path} is damaged: its content differs from its hash; save it again")
     try:
         position = _position(metadata["position"])
@@ -120,10 +125,71 @@ def read(path: Path) -> SavedStream:
             variant=metadata["variant"],
             position=position,
             text=_text(metadata, position),
-            tensors=tensors,
+            tensors=_decoded(found),
+            stored={name: str(a.dtype) for name, a in found.items() if a.dtype in _SHORTER},
         )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise EdgelinError(f"{path} is damaged: odd metadata ({error}); save it again") from error
+
+
+def _content(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Metadata and tensors of a state file of our format, which is told before tensors are read."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no plain file")  # opening a pipe would wait for ever
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            _check_format(path, metadata.get("edgelin_state"))
+            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise EdgelinError(f"there is no state file {path}") from None
+    except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise EdgelinError(
+            f"{path} is damaged or no state file ({reason}); save it again"
+        ) from error
+
+
+def _check_format(path: Path, found: str | None) -> None:
+    """Refuse what this edgelin does not read."""
+    if found is None:
+        raise EdgelinError(
+            f"{path} is no edgelin state file of format {FORMAT}; make one with --save-state"
+        )
+    if found != FORMAT:
+        raise EdgelinError(
+            f"{path} has format {found[:20]!r}; this edgelin {__version__} reads format {FORMAT}: "
+            "save it again, or install the edgelin that wrote it"
+        )
+
+
+def _encoded(tensors: Mapping[str, NDArray[Any]], dtype: str) -> dict[str, NDArray[Any]]:
+    """The tensors of a file."""
+    found = {}
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
+            raise EdgelinError(f"{name} is not finite, so the stream cannot be saved; reset it")
+        stored = state_codec.encode(array, "float32" if name in _ANSWERS else dtype)
+        found[name] = stored.values
+        if stored.scale is not None:
+            found[name + _SCALE] = stored.scale
+    return found
+
+
+def _decoded(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The tensors as they step; one whose scales do not fit stays, and is refused later."""
+    found = dict(tensors)
+    for name in tensors.keys() - _ANSWERS:
+        array, scale = tensors[name], None
+        if array.dtype == np.int8:
+            scale = tensors.get(name + _SCALE)
+            shape = (*array.shape[:-1], 1)
+            if scale is None or scale.dtype != np.float32 or scale.shape != shape:
+                continue
+            del found[name + _SCALE]
+        with np.errstate(over="ignore", invalid="ignore"):
+            found[name] = state_codec.decode(state_codec.Encoded(array, scale))
+    return found
 
 
 def check(
@@ -148,14 +214,7 @@ def check(
         )
     wanted = {s.name: (s.sized(saved.position), s.dtype) for s in manifest.states}
     wanted[manifest.output.name] = ((manifest.output.size,), "float32")
-    for name, (sizes, dtype) in wanted.items():
-        found, shape = saved.tensors.get(name), (batch, *sizes)
-        if found is None or found.shape != shape or found.dtype != dtype:
-            have = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
-            raise EdgelinError(
-                f"{where}: tensor {name} is {have}, {dtype} {list(shape)} is needed; "
-                "the file is of another batch size or damaged"
-            )
+    _check_tensors(saved, where, wanted, batch)
     counters = [spec.name for spec in manifest.states if spec.kind == "position"]
     if any((saved.tensors[name] != saved.position).any() for name in counters):
         raise EdgelinError(f"{where} is damaged: its positions disagree; save it again")
@@ -169,6 +228,27 @@ def check(
             "Warning: %s was saved by variant %s and goes on with %s; the outputs may differ",
             where, saved.variant, variant,
         )  # fmt: skip
+
+
+def _check_tensors(
+    saved: SavedStream, where: str | Path, wanted: Mapping[str, Any], batch: int
+) -> None:
+    """Refuse other tensors than the wanted ones (name to sizes and dtype), and NaN in them."""
+    for name, (sizes, dtype) in wanted.items():
+        found, shape = saved.tensors.get(name), (batch, *sizes)
+        if found is None or found.shape != shape or found.dtype != dtype:
+            have = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise EdgelinError(
+                f"{where}: tensor {name} is {have}, {dtype} {list(shape)} is needed; "
+                "the file is of another batch size or damaged"
+            )
+        if not np.isfinite(found).all():
+            raise EdgelinError(f"{where} is damaged: {name} is not finite; save it again")
+    if extra := sorted(saved.tensors.keys() - wanted):
+        raise EdgelinError(
+            f"{where} holds {extra[0]!r}, which this model does not have; "
+            "the file is damaged, save it again"
+        )
 
 
 def _position(text: str) -> int:

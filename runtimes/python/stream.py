@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgelin.errors import EdgelinError
-from edgelin.runtimes import chat, state_file
-from edgelin.runtimes.buffers import Buffers, Inputs, Outputs, initial_state
+from edgelin.runtimes import chat, checks, state_file
+from edgelin.runtimes.buffers import Buffers, Inputs, Outputs
 from edgelin.runtimes.sampler import WINDOW, Sampler, Sampling
 from edgelin.runtimes.signature import Input, Tokens
+from edgelin.runtimes.snapshots import History, Rewound, Snapshot
 from edgelin.runtimes.text import TextDecoder, TextTail, flush
 
 if TYPE_CHECKING:
@@ -34,15 +36,20 @@ class Stream:
             features after the last step; None before the first.
     """
 
-    def __init__(self, bundle: Bundle, batch: int) -> None:
+    def __init__(self, bundle: Bundle, batch: int, start: Snapshot | None = None) -> None:
+        """A stream that begins before the first token, or as ``start`` stands."""
         self._bundle = bundle
         self._batch = batch
         self._buffers = Buffers(bundle.session, bundle.manifest, batch, in_place=bundle.in_place)
         self._broken = False
         self._recent: deque[int] = deque(maxlen=WINDOW)
         self._tail = TextTail()
+        self._history: History | None = None
+        self._start = start
         self.position = 0
         self.outputs: Outputs | None = None
+        if start is not None:
+            self._restore(start)
 
     @property
     def logits(self) -> Outputs | None:
@@ -143,35 +150,108 @@ class Stream:
         return flush(self._tail)
 
     def reset(self) -> None:
-        """Go back to the state before the first token."""
-        states = self._bundle.manifest.states
-        self._buffers.load([initial_state(spec, self._batch) for spec in states])
-        self._set(0, None, (), TextTail())
+        """Go back to where the stream began: before the first token, or in its capsule."""
+        self._restore(self._start or Snapshot.initial(self._bundle.manifest, self._batch))
+        self._begin_history()
 
     def fork(self) -> Stream:
         """A second stream in the same state; each goes its own way from here."""
         other = Stream(self._bundle, self._batch)
-        other._buffers.load(self._buffers.states)
-        tail = TextTail(self._tail.pending, self._tail.held)
-        other._set(self.position, self.outputs, self._recent, tail)
+        other._start = self._start
+        other._restore(self._snapshot(copy=False))
+        other._broken = self._broken
+        other._history = None if self._history is None else self._history.copy()
         return other
 
-    def save(self, path: str | Path) -> None:
-        """Write the stream to a state file (see :mod:`edgelin.runtimes.state_file`)."""
+    def checkpoint(self, every: int, *, keep: int = 16) -> None:
+        """Take snapshots from here on, so that :meth:`rewind` can go back.
+
+        They cost ``keep`` times the state and what is read meanwhile, see ``history.nbytes``.
+
+        Args:
+            every: Tokens or steps between two snapshots, at least; more where a call reads more.
+                Going back reads up to as many again.
+            keep: Snapshots at most; the way back ends at the oldest.
+
+        Raises:
+            EdgelinError: A number is out of range, or the state was lost.
+        """
+        every, keep = checks.positive("every", every), checks.positive("keep", keep)
+        self._refuse_broken()
+        self._history = History(every, keep, self._snapshot())
+
+    @property
+    def history(self) -> History | None:
+        """The snapshots: their ``positions`` and ``nbytes``; None before :meth:`checkpoint`."""
+        return self._history
+
+    def rewind(self, position: int) -> Rewound:
+        """Go back to a position, by the nearest snapshot before it and reading on from there.
+
+        The stream then goes on as it did from there, also where the last step failed. If reading is
+        interrupted, the stream stands at an earlier position.
+
+        Args:
+            position: From the oldest snapshot on, up to here.
+
+        Returns:
+            Which snapshot was restored, and how many tokens or steps were read again.
+
+        Raises:
+            EdgelinError: There is no snapshot, or the position is out of range.
+        """
+        history = self._history
+        if history is None:
+            raise EdgelinError("the stream has no snapshots; call checkpoint(every=n) first")
+        allowed = f"{history.positions[0]} .. {self.position}"
+        position = checks.integer("position", position, allowed)
+        within = history.positions[0] <= position <= self.position
+        checks.require(within, "position", position, f"{allowed} (from the oldest snapshot on)")
+        if position == self.position and not self._broken:
+            return Rewound(position, position, 0)
+        snapshot, calls, tail = history.find(position)
+        self._restore(snapshot)
+        self._history = None  # what is read again is known already
+        try:
+            for call in calls:
+                self._advance(call, False)
+            self._tail = tail
+        finally:
+            history.cut(self.position)
+            self._history = history
+        return Rewound(position, snapshot.position, position - snapshot.position)
+
+    def save(self, path: str | Path, *, dtype: str = "float32") -> None:
+        """Write the stream to a state file (see :mod:`edgelin.runtimes.state_file`).
+
+        Args:
+            path: The file.
+            dtype: How the states are stored: ``"float32"`` goes on exactly, ``"float16"`` and
+                ``"int8"`` take about a half and a quarter of the bytes and go on nearly so (see
+                :mod:`edgelin.runtimes.state_codec`).
+
+        Raises:
+            EdgelinError: The stream has read nothing, or the file cannot be written.
+        """
+        state_file.write(Path(path), self.saved(), dtype=dtype)
+
+    def saved(self) -> state_file.SavedStream:
+        """The content of a state file, as a copy.
+
+        Raises:
+            EdgelinError: The stream has read nothing.
+        """
         self._refuse_broken()
         if self.outputs is None:
             raise EdgelinError("the stream has read nothing yet, so there is no state to save")
         manifest = self._bundle.manifest
-        is_text = isinstance(self.input, Tokens)
-        state_file.write(
-            Path(path),
-            state_file.SavedStream(
-                model_hash=manifest.model_hash,
-                variant=self._bundle.variant,
-                position=self.position,
-                text=state_file.TextPart(list(self._recent), self._tail) if is_text else None,
-                tensors={**self.states(), manifest.output.name: self.outputs},
-            ),
+        text = state_file.TextPart(list(self._recent), replace(self._tail))
+        return state_file.SavedStream(
+            model_hash=manifest.model_hash,
+            variant=self._bundle.variant,
+            position=self.position,
+            text=text if isinstance(self.input, Tokens) else None,
+            tensors={**self.states(), manifest.output.name: self.outputs.copy()},
         )
 
     def load(self, path: str | Path) -> None:
@@ -180,40 +260,49 @@ class Stream:
         Raises:
             EdgelinError: The file is damaged, or of another model or batch size.
         """
-        saved = state_file.read(Path(path))
-        manifest = self._bundle.manifest
-        state_file.check(saved, path, manifest, variant=self._bundle.variant, batch=self._batch)
-        self._buffers.load([saved.tensors[spec.name] for spec in manifest.states])
-        text = saved.text or state_file.TextPart([], TextTail())
-        outputs = saved.tensors[manifest.output.name]
-        self._set(saved.position, outputs, text.recent, text.tail)
+        saved, bundle = state_file.read(Path(path)), self._bundle
+        state_file.check(saved, path, bundle.manifest, variant=bundle.variant, batch=self._batch)
+        self._restore(Snapshot.of(saved, bundle.manifest))
+        self._begin_history()
 
-    def _set(
-        self, position: int, outputs: Outputs | None, recent: Iterable[int], tail: TextTail
-    ) -> None:
-        """Replace what belongs to the stream besides its state tensors."""
-        self.position, self.outputs, self._tail = position, outputs, tail
-        self._recent = deque(recent, maxlen=WINDOW)
+    def _snapshot(self, *, copy: bool = True) -> Snapshot:
+        """How the stream stands; without ``copy`` the states are the buffers themselves."""
+        states = tuple(array.copy() if copy else array for array in self._buffers.states)
+        outputs = None if self.outputs is None else self.outputs.copy()
+        return Snapshot(self.position, states, outputs, tuple(self._recent), replace(self._tail))
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Stand as a snapshot says."""
+        self._buffers.load(snapshot.states)
+        self.position = snapshot.position
+        self.outputs = None if snapshot.outputs is None else snapshot.outputs.copy()
+        self._recent = deque(snapshot.recent, maxlen=WINDOW)
+        self._tail = replace(snapshot.tail)
         self._broken = False
+
+    def _begin_history(self) -> None:
+        """Forget the way to where the stream stood; it now stands elsewhere."""
+        if self._history is not None:
+            self._history = History(self._history.every, self._history.keep, self._snapshot())
 
     def _advance(self, steps: Inputs, all_outputs: bool) -> Outputs:
         """Run the graph over checked steps [B, T, ...], a chunk a call."""
         self._refuse_broken()
         time, chunk = steps.shape[1], self._bundle.manifest.chunk
         # One step in place is not copied first: the copy would cost as much as the recurrence.
-        before = [array.copy() for array in self._buffers.states] if time > 1 else None
+        before = self._snapshot() if time > 1 else None
         pieces = []
         self._broken = True  # until every chunk has run
         try:
             for start in range(0, time, chunk):
-                piece = self._buffers.run(steps[:, start : start + chunk], all_outputs=all_outputs)
+                piece = self._call(steps[:, start : start + chunk], all_outputs)
                 if all_outputs:
                     pieces.append(piece.copy())
-            if not np.isfinite(piece[:, -1]).all():
-                raise _NotFiniteError
         except BaseException as error:
             if before is not None:
-                self._buffers.load(before)
+                self._restore(before)
+                if self._history is not None:
+                    self._history.cut(before.position)
             # A failed call leaves the other set of buffers as it was; an interrupt may come later.
             ran = self._bundle.in_place or not isinstance(error, Exception)
             self._broken = before is None and (ran or isinstance(error, _NotFiniteError))
@@ -222,32 +311,52 @@ class Stream:
             if isinstance(error, Exception):
                 raise EdgelinError(f"onnxruntime failed: {' '.join(str(error).split())}") from error
             raise
+        self._broken = False
+        assert self.outputs is not None
+        return np.concatenate(pieces, axis=1) if all_outputs else self.outputs
+
+    def _call(self, steps: Inputs, all_outputs: bool) -> Outputs:
+        """One call of the graph, and what the stream knows after it."""
+        self._remember()
+        piece = self._buffers.run(steps, all_outputs=all_outputs)
+        if not np.isfinite(piece[:, -1]).all():
+            raise _NotFiniteError
         self.outputs = piece[:, -1].copy()
-        self.position += time
+        self.position += steps.shape[1]
         if steps.ndim == 2:  # tokens
             self._recent.extend(steps[0, -WINDOW:].tolist())
-        self._broken = False
-        return np.concatenate(pieces, axis=1) if all_outputs else self.outputs
+        if self._history is not None:
+            self._history.after(steps)
+        return piece
+
+    def _remember(self) -> None:
+        """Have the history note how the stream stands, before that changes."""
+        if self._history is not None:
+            self._history.before(self.position, self._tail, self._snapshot)
 
     def _not_finite(self) -> str:
         """What went wrong when an answer is NaN or infinite, and what to do."""
-        lost = "; its state is lost, reset the stream or load one" if self._broken else ""
+        lost = f"; its state is lost, {self._way_back()}" if self._broken else ""
         return (
             f"the model's outputs are not finite after position {self.position}: the inputs are "
             f"too large, or its states or weights are damaged{lost}"
         )
 
+    def _way_back(self) -> str:
+        """What to do when the state is lost."""
+        return f"{'rewind, ' if self._history is not None else ''}reset the stream or load one"
+
     def _refuse_broken(self) -> None:
         """Refuse to go on from a state that an interrupted step left half written."""
         if self._broken:
             raise EdgelinError(
-                "the last step failed or was interrupted and its state is lost; "
-                "reset the stream or load one"
+                f"the last step failed or was interrupted and its state is lost; {self._way_back()}"
             )
 
     def _generate(self, prompt: Inputs | None, options: Sampling) -> Iterator[str]:
         """The loop of :meth:`generate`."""
         if prompt is not None:
+            self._remember()
             self._tail = TextTail()
             self.feed(prompt)
         tokenizer = self._bundle.manifest.tokenizer
