@@ -83,6 +83,8 @@ def export_checkpoint(
             "--text, or measure the bundle with `edgelin eval`"
         )
     out = target.find(Path(checkpoint), Path(out), force=force)
+    if lost := target.capsules(out):
+        _say(f"{out} is replaced with its capsules ({', '.join(lost)}): make them again")
     _say(f"reading {checkpoint}")
     with convert.own(Path(checkpoint)) as own, attentions.applied(own, choice) as used:
         cost = None

@@ -15,7 +15,9 @@ from edgelin.checkpoint import CHAT_TEMPLATE
 from edgelin.errors import EdgelinError
 from edgelin.export.golden import FILE_NAME as GOLDEN_NAME
 from edgelin.export.report import JSON_NAME, TEXT_NAME
+from edgelin.runtimes.capsules import FOLDER as CAPSULES
 from edgelin.runtimes.manifest import FILE_NAME as MANIFEST_NAME
+from edgelin.runtimes.manifest import Manifest
 
 COPIED = (
     "config.json",
@@ -24,7 +26,7 @@ COPIED = (
     "tokenizer_config.json",
     CHAT_TEMPLATE,
 )
-_CONTENT = {*COPIED, MANIFEST_NAME, GOLDEN_NAME, JSON_NAME, TEXT_NAME, "onnx"}
+_CONTENT = {*COPIED, MANIFEST_NAME, GOLDEN_NAME, JSON_NAME, TEXT_NAME, "onnx", CAPSULES}
 
 
 def failed(out: Path) -> Path:
@@ -53,6 +55,14 @@ def find(checkpoint: Path, out: Path, *, force: bool) -> Path:
     _check_replaceable(target)
     _check_replaceable(failed(target))
     return target
+
+
+def capsules(target: Path) -> list[str]:
+    """Names of the capsules of a bundle that stands there: states of the model that goes."""
+    try:
+        return list(Manifest.read(target).capsules)
+    except EdgelinError:  # nothing, or a damaged bundle, which is replaced too
+        return []
 
 
 def put(folder: Path, target: Path, *, force: bool) -> None:

@@ -30,7 +30,7 @@ _EXTRAS = {
     "matplotlib": "plot",
 }
 _COMMANDS = (
-    "train", "export", "verify", "run", "eval", "inspect", "bench", "import", "families",
+    "train", "export", "verify", "run", "prompt", "eval", "inspect", "bench", "import", "families",
 )  # fmt: skip
 # By default these end a process at once, and what it was writing stays half done.
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]

@@ -66,11 +66,25 @@ def _text(found: dict[str, Any]) -> str:
         for name, entry in found["variants"].items()
     ]
     others = [[name, e["bytes"], _checked({name: e})] for name, e in found["files"].items()]
+    capsules = [
+        [
+            f"{name} (default)" if name == found["default_capsule"] else name,
+            e["position"],
+            e["variant"] or "",
+            e["states"] or "",
+            e["bytes"],
+            "damaged" if e["problem"] else "sha256 right",
+        ]
+        for name, e in found["capsules"].items()
+    ]
     tables = [
         _table(["state", "shape", "layout", "dtype", "bytes"], [*states, *total]),
         _table(["variant", "weights", "bytes", "files", "loads"], variants),
         _table(["other file", "bytes", "check"], others),
     ]
+    if capsules:
+        header = ["capsule", f"after {unit}", "made by", "states", "bytes", "check"]
+        tables.append(_table(header, capsules))
     return "\n\n".join(["\n".join(head), *tables])
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from edgelin.cli._output import Output
 from edgelin.errors import EdgelinError
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()
@@ -35,7 +32,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="With --features: lines of JSON.")
 @click.option("--stats", is_flag=True, help="Print speed, state size and memory to stderr.")
 @click.option("--save-state", type=click.Path(path_type=Path), help="Write the state to a file.")
+@click.option("--state-dtype", default="float32", show_default=True, help="float16, int8: less.")
 @click.option("--load-state", type=click.Path(path_type=Path), help="Go on from such a file.")
+@click.option("--capsule", metavar="NAME", help="Begin in a capsule of the bundle; none: in none.")
 @click.option("--variant", help="Variant of the bundle; without it, the default one.")
 @click.option("--threads", type=int, help="Without it, the number of physical cores.")
 def command(
@@ -48,7 +47,9 @@ def command(
     as_json: bool,
     stats: bool,
     save_state: Path | None,
+    state_dtype: str,
     load_state: Path | None,
+    capsule: str | None,
     variant: str | None,
     threads: int | None,
     **sampling: Any,
@@ -69,29 +70,33 @@ def command(
       edgelin run bundle "Once upon a time" --max-tokens 100 --stats
       edgelin run bundle --file long.txt --max-tokens 0 --save-state long.state
       edgelin run bundle --load-state long.state --temperature 0
+      edgelin run bundle --capsule sys "How are you?"
       edgelin run bundle --chat "What is a river?" --system "Answer in one sentence."
       edgelin run bundle --features recording.npy
       sensor | edgelin run bundle --features - --save-state sensor.state
     """
     import edgelin
-    from edgelin.runtimes import answer, checks, complete, writer
+    from edgelin.runtimes import answer, checks, complete, state_codec, writer
     from edgelin.runtimes.sampler import Sampling
 
     _check_kind(features is not None, as_json, ["prompt", "file", "chat", "system", *sampling])
     if system is not None and not chat:
         raise EdgelinError("--system needs --chat; put it into the prompt instead")
+    if load_state is not None and capsule is not None:
+        raise EdgelinError("give --load-state or --capsule, not both: either says where to begin")
+    state_codec.check(state_dtype)
     options = Sampling(**sampling)
     dialogue = chat and prompt is None and file is None and _at_terminal()
     text = None
     if features is None and not dialogue:
-        text = _prompt(prompt, file, load_state is not None and not chat)
+        text = _prompt(prompt, file, (load_state or capsule) is not None and not chat)
     if save_state is not None:
         checks.target(save_state)
     model = edgelin.load(bundle, variant=variant, threads=threads)
-    stream = model.stream()
+    stream = model.stream(capsule=capsule if load_state is None else "none")
     if load_state is not None:
         stream.load(load_state)
-    output = _Output()
+    output = Output()
     if features is not None:
         try:
             paces, interrupted = answer.answer(
@@ -99,11 +104,11 @@ def command(
             )
         finally:  # a line that cannot be read ends the stream; what was answered before it counts
             if save_state is not None and stream.outputs is not None:
-                stream.save(save_state)
+                stream.save(save_state, dtype=state_dtype)
     else:
         end = "\n" if output.terminal else ""
         write = writer.Writer(
-            model, stream, options, output.emit, output.has_failed, save_state, end
+            model, stream, options, output.emit, output.has_failed, save_state, state_dtype, end
         )
         if chat:
             write.recommend(_given(sampling))
@@ -161,41 +166,3 @@ def _prompt(prompt: str | None, file: str | None, loaded: bool) -> str | None:
     if not text:
         raise EdgelinError("the prompt is empty; give text of at least one character")
     return text
-
-
-class _Output:
-    """Standard output that notes its failure, so that the state can still be saved.
-
-    Attributes:
-        terminal: Whether a person reads along.
-        failure: What went wrong; later text is dropped.
-    """
-
-    def __init__(self) -> None:
-        self.terminal = sys.stdout is not None and sys.stdout.isatty()
-        self.failure: OSError | None = None
-
-    def emit(self, piece: str) -> None:
-        """Print a piece of text at once; into a pipe or file as UTF-8, whatever the locale is."""
-        if not piece or self.failure is not None:
-            return
-        try:
-            click.echo(piece if self.terminal else piece.encode(), nl=False)
-        except OSError as error:
-            self.failure = error
-            # Python flushes what is left in the buffer when it ends, and would fail again.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, sys.stdout.fileno())
-            os.close(null)
-
-    def has_failed(self) -> bool:
-        """Whether nobody gets what is printed from here on."""
-        return self.failure is not None
-
-    def check(self) -> None:
-        """End as a shell expects of a program whose output failed."""
-        if isinstance(self.failure, BrokenPipeError):
-            sys.exit(128 + 13)  # as if by SIGPIPE
-        if self.failure is not None:
-            reason = self.failure.strerror or self.failure
-            raise EdgelinError(f"standard output cannot be written: {reason}")

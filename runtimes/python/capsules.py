@@ -76,8 +76,8 @@ def find(bundle: Bundle, name: str | None) -> SavedStream | None:
     return read(bundle.path, bundle.manifest, name, variant=bundle.variant)
 
 
-def read(folder: Path, manifest: Manifest, name: str, *, variant: str) -> SavedStream:
-    """What a capsule of a bundle folder holds.
+def read(folder: Path, manifest: Manifest, name: str, *, variant: str | None) -> SavedStream:
+    """What a capsule of a bundle folder holds, for a variant or just to look at.
 
     Raises:
         EdgelinError: There is no such capsule, or its file is damaged.
@@ -91,7 +91,7 @@ def read(folder: Path, manifest: Manifest, name: str, *, variant: str) -> SavedS
     if problem:
         raise EdgelinError(f"{path} {problem}; make the capsule again with `edgelin prompt`")
     saved = state_file.read(path)
-    state_file.check(saved, path, manifest, variant=variant, batch=1)
+    state_file.check(saved, path, manifest, variant=variant or saved.variant, batch=1)
     return saved
 
 
@@ -117,7 +117,9 @@ def add(bundle: Bundle, name: str, saved: SavedStream, *, default: bool, dtype: 
     """
     check_name(name)
     state_file.check(saved, "the stream", bundle.manifest, variant=bundle.variant, batch=1)
-    with _changing(bundle) as manifest:
+    with _changing(bundle.path) as manifest:
+        if manifest.model_hash != bundle.manifest.model_hash:
+            raise EdgelinError(f"{bundle.path} was exported again from another model; open it anew")
         folder = bundle.path / FOLDER
         folder.mkdir(exist_ok=True)
         part = folder / f".{name}.{os.getpid()}.part"
@@ -132,53 +134,54 @@ def add(bundle: Bundle, name: str, saved: SavedStream, *, default: bool, dtype: 
         return _written(bundle.path, manifest, {**manifest.capsules, name: capsule}, chosen)
 
 
-def remove(bundle: Bundle, name: str) -> Manifest:
+def remove(folder: Path, name: str) -> None:
     """Take a capsule out of the bundle; if it was the default one, there is none then.
 
     Raises:
         EdgelinError: There is no such capsule, or the folder cannot be written.
     """
-    with _changing(bundle) as manifest:
+    with _changing(folder) as manifest:
         if name not in manifest.capsules:
             have = ", ".join(manifest.capsules) or "none"
-            raise EdgelinError(f"{bundle.path} has no capsule {name!r}; it has: {have}")
+            raise EdgelinError(f"{folder} has no capsule {name!r}; it has: {have}")
         rest = {key: capsule for key, capsule in manifest.capsules.items() if key != name}
         chosen = None if manifest.default_capsule == name else manifest.default_capsule
-        return _written(bundle.path, manifest, rest, chosen)
+        _written(folder, manifest, rest, chosen)
 
 
 def _written(
     folder: Path, old: Manifest, capsules: dict[str, Capsule], default: str | None
 ) -> Manifest:
-    """Write a manifest with other capsules, and remove the files that it no longer names."""
+    """Write a manifest with other capsules, and remove the files that are in none then."""
     new = dataclasses.replace(old, capsules=capsules, default_capsule=default)
-    before, after = ({c.file for c in m.capsules.values()} for m in (old, new))
     try:
         new.write(folder)
     except BaseException:
-        before, after = after, before
+        _drop(folder, new, kept=old)
         raise
-    finally:
-        for file in before - after:
-            (folder / file).unlink(missing_ok=True)
+    _drop(folder, old, kept=new)
     return new
 
 
+def _drop(folder: Path, manifest: Manifest, *, kept: Manifest) -> None:
+    """Remove the capsules' files of one manifest that another does not name."""
+    names = {capsule.file for capsule in kept.capsules.values()}
+    for capsule in manifest.capsules.values():
+        if capsule.file not in names:
+            (folder / capsule.file).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others are in it
+        (folder / FOLDER).rmdir()
+
+
 @contextlib.contextmanager
-def _changing(bundle: Bundle) -> Iterator[Manifest]:
+def _changing(folder: Path) -> Iterator[Manifest]:
     """The manifest on disk, which nobody else changes meanwhile (where the system has locks)."""
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(_locked(bundle.path))
-            manifest = Manifest.read(bundle.path)
-            if manifest.model_hash != bundle.manifest.model_hash:
-                raise EdgelinError(
-                    f"{bundle.path} has been exported again from another model; open it again"
-                )
-            yield manifest
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise EdgelinError(f"{bundle.path} cannot be changed: {reason}") from error
+    try:
+        with _locked(folder):
+            yield Manifest.read(folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EdgelinError(f"{folder} cannot be changed: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ def describe(bundle: Path) -> dict[str, Any]:
     for name, entry in variants.items():
         entry["loads"], failure = runtime["loads"].get(name, (None, None))
         problems += [failure] if failure and failure not in problems else []
+    capsules = {name: _capsule(bundle, manifest, name) for name in manifest.capsules}
+    problems += [entry["problem"] for entry in capsules.values() if entry["problem"]]
     states = [_state(spec) for spec in manifest.states]
     return {
         "bundle": str(bundle),
@@ -57,6 +59,8 @@ def describe(bundle: Path) -> dict[str, Any]:
         "default_variant": manifest.default_variant,
         "variants": variants,
         "files": files,
+        "capsules": capsules,
+        "default_capsule": manifest.default_capsule,
         "problems": problems,
     }
 
@@ -64,6 +68,26 @@ def describe(bundle: Path) -> dict[str, Any]:
 def _state(spec: StateSpec) -> dict[str, Any]:
     """A state of the manifest with its size for one stream, at first and by every step."""
     return {**spec.as_dict(), "bytes": spec.num_bytes(), "bytes_per_step": spec.bytes_per_step}
+
+
+def _capsule(bundle: Path, manifest: Manifest, name: str) -> dict[str, Any]:
+    """Where a capsule stands, how its states are stored, and why no stream could begin there."""
+    from edgelin.runtimes import capsules, state_codec
+
+    capsule = manifest.capsules[name]
+    entry = {"file": capsule.file, "bytes": capsule.record.bytes, "sha256": capsule.record.sha256}
+    try:
+        saved = capsules.read(bundle, manifest, name, variant=None)
+    except EdgelinError as error:
+        return {**entry, "problem": str(error), "position": None, "states": None, "variant": None}
+    used = [dtype for dtype in state_codec.DTYPES if dtype in saved.stored.values()]
+    return {
+        **entry,
+        "problem": None,
+        "position": saved.position,
+        "states": used[-1] if used else "float32",
+        "variant": saved.variant,
+    }
 
 
 def _file(path: Path, record: FileRecord) -> dict[str, Any]:

@@ -7,7 +7,6 @@ refuses a file that was changed after export. Needs neither torch nor onnx nor o
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from edgelin import __version__
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing, sha256
+from edgelin.runtimes.canonical_json import digest
 from edgelin.runtimes.manifest_types import check_types
 from edgelin.runtimes.signature import Features, Input, Output, read_signature
 from edgelin.runtimes.tokenizer_record import TokenizerRecord
@@ -275,43 +275,6 @@ def file_problem(path: Path, record: FileRecord) -> str | None:
 def file_records(bundle: Path | str, names: Iterable[str]) -> dict[str, FileRecord]:
     """Measure files of a bundle: relative path (with ``/``) to record."""
     return {name: FileRecord.of(Path(bundle) / name) for name in names}
-
-
-def digest(content: Mapping[str, Any]) -> str:
-    """sha256 of the canonical JSON (RFC 8785) of a manifest without its key ``digest``."""
-    rest = {key: value for key, value in content.items() if key != "digest"}
-    return hashlib.sha256(canonical_json(rest).encode()).hexdigest()
-
-
-def canonical_json(value: Any) -> str:
-    """RFC 8785: sorted keys, no spaces, unescaped UTF-8, numbers as ECMAScript prints them."""
-    if isinstance(value, Mapping):
-        keys = sorted(value, key=lambda key: key.encode("utf-16-be", "surrogatepass"))
-        return "{" + ",".join(f"{_text(key)}:{canonical_json(value[key])}" for key in keys) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(canonical_json(item) for item in value) + "]"
-    if isinstance(value, float):
-        return _number(value)
-    return _text(value)
-
-
-def _text(value: Any) -> str:
-    """JSON of a string, an integer, true, false or null."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _number(value: float) -> str:
-    """A float as ECMAScript's Number.prototype.toString writes it."""
-    if value.is_integer() and abs(value) < 1e21:
-        return str(int(value))
-    shortest = repr(value)
-    mantissa, _, exponent = shortest.partition("e")
-    power = int(exponent or "0")
-    if -7 < power < 0:  # Python turns to exponents at 1e-5, ECMAScript at 1e-7
-        sign = "-" if value < 0 else ""
-        digits = mantissa.lstrip("-").replace(".", "")
-        return f"{sign}0.{'0' * (-power - 1)}{digits}"
-    return f"{mantissa}e{power:+d}" if exponent else shortest
 
 
 def _records(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:

@@ -84,7 +84,7 @@ class Bundle:
 
     def add_capsule(
         self, name: str, stream: Stream, *, default: bool = False, dtype: str = "float32"
-    ) -> None:
+    ) -> str:
         """Add how a stream of one row stands to the files of the bundle.
 
         Args:
@@ -93,10 +93,14 @@ class Bundle:
             default: Whether new streams begin there unless told otherwise.
             dtype: As of :meth:`Stream.save`.
 
+        Returns:
+            The capsule's file, relative to the bundle.
+
         Raises:
             EdgelinError: The name is not allowed, or the bundle cannot be written.
         """
         self.manifest = capsules.add(self, name, stream.saved(), default=default, dtype=dtype)
+        return self.manifest.capsules[name].file
 
     def pool(self, slots: int) -> Pool:
         """An empty pool for so many streams; see :mod:`edgelin.runtimes.pool`.

@@ -179,8 +179,10 @@ def _encoded(tensors: Mapping[str, NDArray[Any]], dtype: str) -> dict[str, NDArr
 def _decoded(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """The tensors as they step; one whose scales do not fit stays, and is refused later."""
     found = dict(tensors)
-    for name in tensors.keys() - _ANSWERS:
-        array, scale = tensors[name], None
+    for name, array in tensors.items():
+        if array.dtype not in _SHORTER or name in _ANSWERS:
+            continue
+        scale = None
         if array.dtype == np.int8:
             scale = tensors.get(name + _SCALE)
             shape = (*array.shape[:-1], 1)

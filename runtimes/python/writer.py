@@ -26,6 +26,7 @@ class Writer:
         emit: Takes every piece of text.
         failed: Asked after every call of the model; ends the writing when true.
         save_state: Where the state goes after every text; None: nowhere.
+        state_dtype: How it is stored.
         end: Emitted behind every text.
 
     Raises:
@@ -38,6 +39,7 @@ class Writer:
     emit: Callable[[str], None]
     failed: Callable[[], bool]
     save_state: Path | None = None
+    state_dtype: str = "float32"
     end: str = ""
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class Writer:
                 self.bundle, self.stream, prompt, self.sampling, emit=self.emit, interrupted=ended
             )
             if self.save_state is not None and self.stream.outputs is not None:
-                self.stream.save(self.save_state)
+                self.stream.save(self.save_state, dtype=self.state_dtype)
             else:
                 self.emit(self.stream.flush())
         self.emit(self.end)

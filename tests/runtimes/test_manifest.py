@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from edgelin.errors import EdgelinError
-from edgelin.runtimes.manifest import FILE_NAME, Manifest, canonical_json, digest
+from edgelin.runtimes.canonical_json import canonical_json, digest
+from edgelin.runtimes.manifest import FILE_NAME, Manifest
 from edgelin.runtimes.tokenizer_record import TokenizerRecord
 from edgelin.state import StateSpec
 
