@@ -1,0 +1,65 @@
+"""One bundle in a process of its own: load time, memory, and whether they grow.
+
+    python fresh.py BUNDLE            what loading, steps and a prompt take
+    python fresh.py BUNDLE STEPS      what so many steps change
+
+Prints JSON. Neither torch nor another session is in the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+import edgelin
+from edgelin.runtimes import measure
+
+_SETTLED = 1000  # steps after which nothing is allocated for the first time
+_PAIRS = 2000  # steps compared at the end
+
+
+def main() -> None:
+    """Measure and print."""
+    bundle, *steps = sys.argv[1:]
+    print(json.dumps(_along(bundle, int(steps[0])) if steps else _once(bundle)))
+
+
+def _once(bundle: str) -> dict[str, float]:
+    """Load time in seconds, and the process's largest memory."""
+    begin = time.perf_counter()
+    model = edgelin.load(bundle)
+    stream = model.stream()
+    loaded = time.perf_counter() - begin
+    measure.speed(model, stream, repeats=30)
+    return {"load_s": loaded, "peak_bytes": _peak_bytes()}
+
+
+def _along(bundle: str, steps: int) -> dict[str, float]:
+    """Growth of memory between the first steps and the last, and the time of a late step."""
+    model = edgelin.load(bundle)
+    old = model.stream()
+    early, late = measure.series(old, [_SETTLED, steps])
+    fresh = model.stream()
+    measure.series(fresh, [100])
+    return {
+        "growth_bytes": late.rss_bytes - early.rss_bytes,
+        "late_over_early": measure.ratio(old, fresh, _PAIRS),
+        "early_ms": early.step_ms,
+        "late_ms": late.step_ms,
+    }
+
+
+def _peak_bytes() -> int:
+    """Largest resident memory so far."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+if __name__ == "__main__":
+    main()
