@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from edgelin.errors import EdgelinError
-from edgelin.runtimes import state_file
+from edgelin.runtimes import capsules, state_file
 from edgelin.runtimes.buffers import Buffers, Inputs, Outputs, initial_state
 from edgelin.runtimes.sampler import WINDOW
 from edgelin.runtimes.signature import Tokens
@@ -51,6 +51,7 @@ class _Row:
     """One stream beside its state tensors."""
 
     slot: int
+    start: state_file.SavedStream | None = None  # the capsule in which it began
     position: int = 0
     outputs: Outputs | None = None  # [size]
     recent: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -93,20 +94,24 @@ class Pool:
         with self._lock:
             return sorted(row.slot for row in self._rows)
 
-    def add(self) -> int:
-        """A new stream in its initial state; its slot.
+    def add(self, *, capsule: str | None = None) -> int:
+        """A new stream; its slot.
+
+        Args:
+            capsule: Where it begins, as of :meth:`Bundle.stream`.
 
         Raises:
-            EdgelinError: All slots are taken.
+            EdgelinError: All slots are taken, or there is no such capsule.
         """
+        start = capsules.find(self._bundle, capsule)
         with self._lock:
             if not self.free:
                 raise EdgelinError(
                     f"all {self._size} slots of the pool are taken; remove a stream, or make a "
                     "larger pool"
                 )
-            row = _Row(next(self._numbers))
-            self._begin(len(self._rows))
+            row = _Row(next(self._numbers), start)
+            self._begin(row, len(self._rows))
             self._rows.append(row)
             return row.slot
 
@@ -119,11 +124,11 @@ class Pool:
             self._rows.pop()
 
     def reset(self, slot: int) -> None:
-        """Set a stream back to the state before its first step."""
+        """Set a stream back to where it began."""
         with self._lock:
             at = self._at(slot)
-            self._begin(at)
-            self._rows[at] = _Row(slot)
+            self._rows[at] = row = _Row(slot, self._rows[at].start)
+            self._begin(row, at)
 
     def position(self, slot: int) -> int:
         """Tokens or steps that a stream has read."""
@@ -220,10 +225,8 @@ class Pool:
         state_file.check(saved, where, manifest, variant=self._bundle.variant, batch=1)
         with self._lock:
             at = self._at(slot)
-            self._buffers.load([saved.tensors[s.name] for s in manifest.states], first=at)
-            self._rows[at] = row = _Row(slot, saved.position)
-            row.outputs = saved.tensors[manifest.output.name][0].copy()
-            row.recent.extend(saved.text.recent if saved.text else ())
+            self._rows[at] = row = _Row(slot, self._rows[at].start)
+            self._put(row, at, saved)
 
     def _at(self, slot: int) -> int:
         """The row of a stream."""
@@ -237,9 +240,20 @@ class Pool:
         """The same as its record."""
         return self._rows[self._at(slot)]
 
-    def _begin(self, at: int) -> None:
-        """Put the initial states into a row."""
+    def _begin(self, row: _Row, at: int) -> None:
+        """Put a stream of which nothing is known but its beginning into a row."""
+        if row.start is not None:
+            self._put(row, at, row.start)
+            return
         self._buffers.load([initial_state(s, 1) for s in self._bundle.manifest.states], first=at)
+
+    def _put(self, row: _Row, at: int, saved: state_file.SavedStream) -> None:
+        """Put a saved stream into a row."""
+        manifest = self._bundle.manifest
+        self._buffers.load([saved.tensors[s.name] for s in manifest.states], first=at)
+        row.position = saved.position
+        row.outputs = saved.tensors[manifest.output.name][0].copy()
+        row.recent.extend(saved.text.recent if saved.text else ())
 
     def _swap(self, one: int, other: int) -> None:
         """Let two rows change places."""

@@ -297,5 +297,5 @@ def _hash(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> str:
     for key in sorted(metadata.keys() - {"sha256"}):
         total.update(f"{key}\0{metadata[key]}\0".encode())
     for name in sorted(tensors):
-        total.update(np.ascontiguousarray(tensors[name]).tobytes())
+        total.update(np.ascontiguousarray(tensors[name]).data)
     return total.hexdigest()
