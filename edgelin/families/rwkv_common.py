@@ -1,8 +1,8 @@
-"""The stream of RWKV models, in the layout of fla and in that of the authors' ``.pth`` files.
+"""The stream of RWKV models in the layouts of fla, transformers and the authors' ``.pth`` files.
 
 A layer is a time mixing and a channel mixing, each behind a LayerNorm; the embedding has one too.
-The two layouts have the same numbers under other names; matrices that the authors multiply from
-the right are transposed.
+The layouts have the same numbers under other names; matrices that the authors multiply from the
+right are transposed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,38 @@ Parameters = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of one layout: of tensors, of modules in a layer, and of the mixer's projections."""
+    """Names of one layout: of tensors, and of modules in a layer."""
 
     embedding: str
     layers: str
     mixer: str
+    channel_mix: str
     norms: tuple[str, str, str]  # of the embedding, before the mixer, before the channel mix
     last_norm: str
     head: str
 
 
 FLA = Layout(
-    "model.embeddings.weight", "model.layers", "attn", ("pre_norm", "attn_norm", "ffn_norm"),
-    "model.norm", "lm_head.weight",
+    "model.embeddings.weight", "model.layers", "attn", "ffn",
+    ("pre_norm", "attn_norm", "ffn_norm"), "model.norm", "lm_head.weight",
 )  # fmt: skip
-ORIGINAL = Layout("emb.weight", "blocks", "att", ("ln0", "ln1", "ln2"), "ln_out", "head.weight")
+TRANSFORMERS = Layout(
+    "rwkv.embeddings.weight", "rwkv.blocks", "attention", "feed_forward",
+    ("pre_ln", "ln1", "ln2"), "rwkv.ln_out", "head.weight",
+)  # fmt: skip
+ORIGINAL = Layout(
+    "emb.weight", "blocks", "att", "ffn", ("ln0", "ln1", "ln2"), "ln_out", "head.weight"
+)
+
+
+def layout(tensors: Tensors) -> Layout:
+    """Which names the tensors have."""
+    return next((x for x in (ORIGINAL, TRANSFORMERS) if tensors.has(x.embedding)), FLA)
 
 
 def is_original(tensors: Tensors) -> bool:
     """Whether the tensors have the authors' names."""
-    return tensors.has(ORIGINAL.embedding)
+    return layout(tensors) is ORIGINAL
 
 
 def describe(tensors: Tensors) -> dict[str, Any]:
@@ -108,7 +120,7 @@ def weights(
         channel_mix: The same of the channel mix.
         bias: Whether the norms of the stream have one.
     """
-    names = ORIGINAL if is_original(tensors) else FLA
+    names = layout(tensors)
     before, first, second = names.norms
     yield "embedding.weight", tensors(names.embedding)
     if config.embedding_norm:
@@ -118,9 +130,11 @@ def weights(
         yield from named(f"{ours}.mixer_norm", _norm(tensors, f"{theirs}.{first}", bias))
         yield from named(f"{ours}.mixer", mixer(tensors, f"{theirs}.{names.mixer}.", i))
         yield from named(f"{ours}.mlp_norm", _norm(tensors, f"{theirs}.{second}", bias))
-        yield from named(f"{ours}.mlp", channel_mix(tensors, f"{theirs}.ffn."))
+        mix = channel_mix(tensors, f"{theirs}.{names.channel_mix}.")
+        yield from named(f"{ours}.mlp", mix)
     yield from named("norm", _norm(tensors, names.last_norm, bias))
-    yield from head(tensors, config.tie_word_embeddings, name=names.head)
+    tied = config.tie_word_embeddings
+    yield from head(tensors, tied, name=names.head, embedding=names.embedding)
 
 
 def _norm(tensors: Tensors, name: str, bias: bool) -> Parameters:
@@ -141,4 +155,4 @@ def renamed(tensors: Tensors, prefix: str, names: Mapping[str, str]) -> Paramete
         yield ours, tensors(f"{prefix}{theirs}")
 
 
-__all__ = ["describe", "is_original", "renamed", "rows", "stream", "weights"]
+__all__ = ["describe", "is_original", "layout", "renamed", "rows", "stream", "weights"]
