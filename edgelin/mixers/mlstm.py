@@ -81,9 +81,9 @@ class Mixer(nn.Module):
     def reset_parameters(self) -> None:
         """The published initial values: at first heads write little and forget slowly."""
         nn.init.zeros_(self.beta_decay_proj.weight)
-        heads = self.config.num_heads
-        self.beta_decay_proj.bias[:heads] = -10.0
-        self.beta_decay_proj.bias[heads:] = torch.linspace(3.0, 6.0, heads)
+        heads, bias = self.config.num_heads, self.beta_decay_proj.bias
+        bias[:heads] = -10.0
+        bias[heads:] = torch.linspace(3.0, 6.0, heads, device=bias.device)
 
     def state_specs(self) -> list[StateSpec]:
         """C and n, both times exp(-m), and m."""
