@@ -121,8 +121,8 @@ def read(path: Path) -> SavedStream:
     try:
         position = _position(metadata["position"])
         return SavedStream(
-            model_hash=metadata["model_hash"],
-            variant=metadata["variant"],
+            model_hash=_word(metadata, "model_hash"),
+            variant=_word(metadata, "variant"),
             position=position,
             text=_text(metadata, position),
             tensors=_decoded(found),
@@ -251,6 +251,13 @@ def _check_tensors(
             f"{where} holds {extra[0]!r}, which this model does not have; "
             "the file is damaged, save it again"
         )
+
+
+def _word(metadata: Mapping[str, str], key: str) -> str:
+    """A value that can be shown on a line."""
+    if not metadata[key].isprintable():
+        raise ValueError(f"{key} is {metadata[key][:30]!r}")
+    return metadata[key]
 
 
 def _position(text: str) -> int:
