@@ -186,15 +186,23 @@ class _Work:
         if any(array is None or array.shape[-1] % size for _, array in found):
             return
         stored: list[ir.Value | None] = []
-        for name, array in found:
+        gated = node.attributes.get_int("gated")
+        # The kernel always has a gate: without one it reads the same row twice.
+        for (name, array), copies in zip(found, (1 if gated else 2, 1), strict=True):
             assert array is not None
-            own = self._store(name, array.astype(np.float32, copy=False), bits, flat=True)
+            rows: Array = array.astype(np.float32, copy=False)
+            own = self._store(name, rows, bits, flat=True, copies=copies)
             stored += [*own, *[None] * (3 - len(own))]
         level = self.recipe.accuracy_level
         new = ir.node(
             node.op_type,
             [x, chosen, weights, *stored],
-            attributes={"bits": bits, "block_size": size, "accuracy_level": level},
+            attributes={
+                "gated": gated,
+                "bits": bits,
+                "block_size": size,
+                "accuracy_level": level,
+            },
             domain=node.domain,
         )
         replace(self.model, node, [new], new.outputs)
@@ -232,7 +240,9 @@ class _Work:
         precise = any(word in words for word in self.recipe.precise_words)
         return 8 if precise else self.recipe.bits
 
-    def _store(self, name: str, rows: Array, bits: int, *, flat: bool) -> list[ir.Value]:
+    def _store(
+        self, name: str, rows: Array, bits: int, *, flat: bool, copies: int = 1
+    ) -> list[ir.Value]:
         """Initializers of rounded rows `[..., K]`: codes, scales, if asymmetric zero points."""
         matrix, lead = rows.reshape(-1, rows.shape[-1]), rows.shape[:-1]
         if name not in self.outcome.rounded:
@@ -248,6 +258,9 @@ class _Work:
         zero_points = rounded.packed_zero_points()
         if zero_points is not None:
             arrays["zero_points"] = zero_points
+        if copies > 1:
+            lead = (*lead[:-1], copies * lead[-1])
+            arrays = {key: np.repeat(array, copies, axis=0) for key, array in arrays.items()}
         return [
             add_constant(self.model, f"{name}_{key}", array.reshape(*lead, *array.shape[1:]))
             for key, array in arrays.items()

@@ -192,16 +192,27 @@ def _values(stored: _Stored, shape: tuple[int, ...]) -> Array | None:
         return None
     rows, width = math.prod(shape[:-1]), shape[-1]
     count = -(-width // size)
-    codes, scales = (array.reshape(rows, -1) for array in (stored.codes, stored.scales))
-    codes = _unpack(codes, bits)[:, :width]
+    copies = stored.scales.size // (rows * count)
+    parts = [_once(array, rows, copies) for array in (stored.codes, stored.scales, stored.zeros)]
+    if parts[0] is None or parts[1] is None or (parts[2] is None) != (stored.zeros is None):
+        return None
+    codes, scales = _unpack(parts[0], bits)[:, :width], parts[1]
     zero = np.full((rows, count), 1 << (bits - 1))
-    if stored.zeros is not None:
-        zero = _unpack(stored.zeros.reshape(rows, -1), bits)[:, :count]
+    if parts[2] is not None:
+        zero = _unpack(parts[2], bits)[:, :count]
     if codes.shape != (rows, width) or not scales.shape == zero.shape == (rows, count):
         return None
     spread = [np.repeat(array, size, axis=1)[:, :width] for array in (scales, zero)]
     values: Array = (codes.astype(np.float32) - spread[1].astype(np.float32)) * spread[0]
     return values
+
+
+def _once(array: Array | None, rows: int, copies: int) -> Array | None:
+    """`[rows, ...]` of an array that has each row so often; None if the copies differ."""
+    if array is None or copies < 1 or array.size % (rows * copies):
+        return None
+    each = array.reshape(rows, copies, -1)
+    return each[:, 0] if (each == each[:, :1]).all() else None
 
 
 def _block_errors(difference: Array, size: int) -> Array:

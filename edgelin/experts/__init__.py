@@ -1,14 +1,17 @@
-"""Experts: gated MLPs of which every token passes through a few, weighted.
+"""Experts: MLPs of which every token passes through a few, weighted.
 
-    y_t = sum_{e in C_t} w_te  W^down_e (silu(W^gate_e x_t) * W^up_e x_t)
+    y_t = sum_{e in C_t} w_te  W^down_e (silu(W^gate_e x_t) * W^up_e x_t)        gated
+    y_t = sum_{e in C_t} w_te  W^down_e relu(W^up_e x_t)^2                       else
 
 C_t are the k experts that a router has chosen for token t, w_te >= 0 their weights. Source: Shazeer
 et al., "Outrageously Large Neural Networks" (2017), arXiv:1701.06538, equation 1, with the gated
-MLP of Shazeer (2020), arXiv:2002.05202, equation 6.
+MLP of Shazeer (2020), arXiv:2002.05202, equation 6, or the square of ReLU of So et al. (2021),
+arXiv:2109.08668, section 4.
 
 Glossary: E experts, k of a token, H width of the stream, I width inside an expert. The rows of gate
 and up alternate in one matrix ``[E, 2 I, H]``, gate first: the order that onnxruntime's kernels
-read, so that an exported graph holds the matrices as they are trained.
+read, so that an exported graph holds the matrices as they are trained. Without a gate there is
+``up_proj`` ``[E, I, H]`` in its place.
 
 The torch form goes through the experts that some token chose, one after another; no expert computes
 a token that did not choose it, and none has a limit of tokens. The custom op ``edgelin::experts``
@@ -31,19 +34,31 @@ class Experts(nn.Module):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
+        gated: Whether they are gated.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, *, gated: bool = True
+    ) -> None:
         super().__init__()
         inner, outer = intermediate_size, hidden_size
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, outer))
+        self.gated = gated
+        if gated:
+            self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, outer))
+        else:
+            self.up_proj = nn.Parameter(torch.empty(num_experts, inner, outer))
         self.down_proj = nn.Parameter(torch.empty(num_experts, outer, inner))
         self.reset_parameters(hidden_size**-0.5, intermediate_size**-0.5)
 
     def reset_parameters(self, inwards: float, outwards: float) -> None:
         """Normal weights of these standard deviations: of gate and up, and of down."""
-        nn.init.normal_(self.gate_up_proj, std=inwards)
+        nn.init.normal_(self.inwards, std=inwards)
         nn.init.normal_(self.down_proj, std=outwards)
+
+    @property
+    def inwards(self) -> nn.Parameter:
+        """What every expert multiplies its input with."""
+        return self.gate_up_proj if self.gated else self.up_proj
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the chosen experts.
@@ -57,22 +72,27 @@ class Experts(nn.Module):
             `[B, T, H]` in the dtype of ``x``.
         """
         form = torch.ops.edgelin.experts if is_exporting() else _one_by_one
-        y: Tensor = form(x, chosen, weights, self.gate_up_proj, self.down_proj)
+        y: Tensor = form(x, chosen, weights, self.inwards, self.down_proj, self.gated)
         return y
 
 
 def _one_by_one(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    x: Tensor, chosen: Tensor, weights: Tensor, inwards: Tensor, outwards: Tensor, gated: bool
 ) -> Tensor:
     """The torch form."""
     tokens, chosen, weights = (tensor.flatten(0, 1) for tensor in (x, chosen, weights))
     y = torch.zeros_like(tokens)
     # Cut once: the gradient of an index would be as large as all experts, for each of them.
-    inwards, outwards = gate_up.unbind(), down.unbind()
+    into, out = inwards.unbind(), outwards.unbind()
     for expert in chosen.unique().tolist():
         rows, place = torch.nonzero(chosen == expert, as_tuple=True)
-        gate, up = F.linear(tokens[rows], inwards[expert]).unflatten(-1, (-1, 2)).unbind(-1)
-        part = F.linear(F.silu(gate) * up, outwards[expert]) * weights[rows, place, None]
+        inner = F.linear(tokens[rows], into[expert])
+        if gated:
+            gate, up = inner.unflatten(-1, (-1, 2)).unbind(-1)
+            inner = F.silu(gate) * up
+        else:
+            inner = F.relu(inner).square()
+        part = F.linear(inner, out[expert]) * weights[rows, place, None]
         y = y.index_add(0, rows, part.to(y.dtype))
     return y.view_as(x)
 
@@ -82,13 +102,17 @@ _one_by_one = torch.compiler.disable(_one_by_one)
 
 
 @torch.library.custom_op("edgelin::experts", mutates_args=())
-def _op(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    y: Tensor = _one_by_one(x, chosen, weights, gate_up, down)
+def _op(
+    x: Tensor, chosen: Tensor, weights: Tensor, inwards: Tensor, outwards: Tensor, gated: bool
+) -> Tensor:
+    y: Tensor = _one_by_one(x, chosen, weights, inwards, outwards, gated)
     return y
 
 
 @_op.register_fake
-def _fake(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _fake(
+    x: Tensor, chosen: Tensor, weights: Tensor, inwards: Tensor, outwards: Tensor, gated: bool
+) -> Tensor:
     return torch.empty_like(x)
 
 

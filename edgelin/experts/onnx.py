@@ -10,6 +10,10 @@ takes 50 times as long.
 The kernels route by themselves, with a normalised softmax over the k largest logits. They do what
 any router wants if the logits are log w for the chosen and very small for the others, and the
 result is multiplied with the sum of the weights w.
+
+They have no square of ReLU. Without a gate float experts are *plain* in every profile, and QMoE
+reads every row of ``up`` twice, as its gate and as what is gated: silu with a steep slope is ReLU,
+and relu(u) u = relu(u)^2.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from edgelin.recurrences.graph import Graph
 
 _LEAST = 1e-38  # a weight may be zero, its logarithm must not
 _NEVER = -1e30  # the logit of an expert that was not chosen
+_STEEP = 1e6  # u sigmoid(1e6 u) u is off relu(u)^2 by less than 1e-12
 _OPERATOR: dict[str, Any] = {
     "domain": "com.microsoft",
     "activation_type": "swiglu",
@@ -38,11 +43,12 @@ def plain(
     x: ir.Value,
     chosen: ir.Value,
     weights: ir.Value,
-    gate_up: ir.Value,
+    inwards: ir.Value,
     down: ir.Value,
     *,
     shape: ir.Value,
     sizes: tuple[int, int, int, int],
+    gated: bool,
 ) -> ir.Value:
     """Standard operators; any number of tokens.
 
@@ -51,10 +57,11 @@ def plain(
         x: `[B, T, H]` float32.
         chosen: `[B, T, k]` int64.
         weights: `[B, T, k]` float32.
-        gate_up: `[E, 2 I, H]`, rows of gate and up in turn.
+        inwards: `[E, 2 I, H]`, rows of gate and up in turn, or `[E, I, H]`.
         down: `[E, H, I]`.
         shape: int64 `[2]`, B and T of the call.
         sizes: E, k, H and I.
+        gated: Which of the two.
 
     Returns:
         `[B, T, H]`.
@@ -63,11 +70,15 @@ def plain(
     used = graph.op("Unique", [graph.op("Reshape", [chosen, graph.ints(-1)])], sorted=1)
     # Every token is a column: what MatMul reads first is then a matrix as it is stored.
     columns = graph.op("Transpose", [_rows(graph, x, hidden)], perm=[1, 0])
-    both = graph.op("MatMul", [graph.op("Gather", [gate_up, used]), columns])
-    both = graph.op("Reshape", [both, graph.ints(0, inner, 2, -1)])
-    gate, up = graph.op("Split", [both], outputs=2, axis=2, num_outputs=2)
-    gate = graph.op("Mul", [gate, graph.op("Sigmoid", [gate])])
-    product = graph.op("Squeeze", [graph.op("Mul", [gate, up]), graph.ints(2)])
+    product = graph.op("MatMul", [graph.op("Gather", [inwards, used]), columns])
+    if gated:
+        both = graph.op("Reshape", [product, graph.ints(0, inner, 2, -1)])
+        gate, up = graph.op("Split", [both], outputs=2, axis=2, num_outputs=2)
+        gate = graph.op("Mul", [gate, graph.op("Sigmoid", [gate])])
+        product = graph.op("Squeeze", [graph.op("Mul", [gate, up]), graph.ints(2)])
+    else:
+        product = graph.op("Relu", [product])
+        product = graph.op("Mul", [product, product])
     by_expert = _rows(graph, _scattered(graph, 0.0, chosen, weights, shape, experts), experts)
     by_expert = graph.op("Transpose", [graph.op("Gather", [by_expert, used], axis=1)], perm=[1, 0])
     product = graph.op("Mul", [product, graph.op("Unsqueeze", [by_expert, graph.ints(1)])])
@@ -89,7 +100,7 @@ def fused(
     shape: ir.Value,
     sizes: tuple[int, int, int, int],
 ) -> ir.Value:
-    """One com.microsoft MoE; arguments and result as of :func:`plain`."""
+    """One com.microsoft MoE of gated experts; arguments and result as of :func:`plain`."""
     logits = _logits(graph, chosen, weights, shape, sizes[0])
     y = graph.op("MoE", [x, logits, gate_up, None, down], k=sizes[1], **_OPERATOR)
     return _times_sum(graph, y, weights)
@@ -103,6 +114,7 @@ def quantised(
     *stored: ir.Value | None,
     shape: ir.Value,
     sizes: tuple[int, int, int, int],
+    gated: bool,
     bits: int,
     block_size: int,
     accuracy_level: int,
@@ -114,9 +126,11 @@ def quantised(
         x: `[B, T, H]` float32.
         chosen: `[B, T, k]` int64.
         weights: `[B, T, k]` float32.
-        stored: Codes, scales and zero points (or None) of ``gate_up``, then of ``down``.
+        stored: Codes, scales and zero points (or None) of the matrices `[E, 2 I, H]`, every row
+            twice without a gate, then of ``down``.
         shape: int64 `[2]`, B and T of the call.
         sizes: E, k, H and I.
+        gated: Whether the experts are.
         bits: Of a code.
         block_size: Weights that share a scale.
         accuracy_level: 4: activations are rounded to int8.
@@ -133,7 +147,7 @@ def quantised(
         expert_weight_bits=bits,
         block_size=block_size,
         accuracy_level=accuracy_level,
-        **_OPERATOR,
+        **(_OPERATOR if gated else _OPERATOR | {"activation_alpha": _STEEP}),
     )
     return _times_sum(graph, y, weights)
 

@@ -1,20 +1,26 @@
-"""Nemotron-H (``nemotron_h``: Nemotron-H, Nano v2, Nemotron 3 Nano without experts).
+"""Nemotron-H (``nemotron_h``: Nemotron-H, Nano v2, Nemotron 3).
 
-A layer is a norm and one branch: Mamba-2, attention without positions, or an MLP with the square of
-ReLU. Which one, a string says (``hybrid_override_pattern``: M, * and -) or a list of words. The
-step dt is bounded by ``time_step_limit``, with which the models were trained; ``time_step_min`` is
-of the initial values, although transformers' full pass (not its step) takes it for a bound.
+A layer is a norm and one branch: Mamba-2, attention without positions, an MLP with the square of
+ReLU, or experts of such MLPs beside one that computes every token. Which one, a string says
+(``hybrid_override_pattern``: M, *, - and E) or a list of words. The step dt is bounded by
+``time_step_limit``, with which the models were trained; ``time_step_min`` is of the initial values,
+although transformers' full pass (not its step) takes it for a bound.
+
+The router takes sigmoids, and a bias that counts in the choice only. ``routed_scaling_factor``, on
+what the experts add, is folded into their weights. Experts may be narrower than the stream
+(``moe_latent_size``: Nemotron 3 Super).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from edgelin.errors import EdgelinError
-from edgelin.families.common import attention, attention_table, head, mamba2, step_limits
+from edgelin.families.common import attention, attention_table, head, mamba2, scaled, step_limits
 from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
@@ -24,13 +30,20 @@ _WORDS = {
     "M": "mamba", "mamba": "mamba", "linear_attention": "mamba",
     "*": "attention", "attention": "attention", "full_attention": "attention",
     "-": "mlp", "mlp": "mlp",
+    "E": "moe", "moe": "moe",
 }  # fmt: skip
+_EXPERTS = (
+    "n_routed_experts", "num_local_experts", "n_shared_experts", "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size", "moe_latent_size", "num_experts_per_tok",
+    "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob",
+)  # fmt: skip
 _PATTERNS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 
 
 def read(fields: Fields) -> tuple[ModelConfig, object]:
     """Sizes, and the function that yields our parameters."""
     kinds, eps = _kinds(fields), fields.take("layer_norm_epsilon", 1e-5)
+    bias, factor = fields.take("mlp_bias", False), 1.0
     tables = {
         "mamba": _mamba(fields),
         "attention": _attention(fields),
@@ -39,18 +52,20 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
             "intermediate_size": fields.take("intermediate_size"),
             "activation": "relu2",
             "gated": False,
-            "bias": fields.take("mlp_bias", False),
+            "bias": bias,
         },
     }
+    if "moe" in kinds:
+        tables["moe"] = _experts(fields) | {"bias": bias}
+        factor = fields.take("routed_scaling_factor", 1.0)
     fields.expect("mlp_hidden_act", "relu2")
     for name in ("norm_eps", "rms_norm_eps"):
         fields.expect(name, eps)
-    fields.ignore(  # precisions, initial values, experts and drafts that these models have not
-        "residual_in_fp32", "rescale_prenorm_residual", "n_routed_experts", "n_shared_experts",
-        "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
-        "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor", "n_group",
-        "topk_group", "norm_topk_prob", "num_nextn_predict_layers", "mtp_layers_block_type",
-        "mtp_hybrid_override_pattern",
+    # Precisions, initial values, an order of computation, drafts, and experts where there are none.
+    fields.ignore(
+        "residual_in_fp32", "rescale_prenorm_residual", "moe_shared_expert_overlap",
+        "num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+        *_EXPERTS,
     )  # fmt: skip
     config = ModelConfig(
         hidden_size=fields.take("hidden_size"),
@@ -61,7 +76,7 @@ def read(fields: Fields) -> tuple[ModelConfig, object]:
         tie_word_embeddings=fields.take("tie_word_embeddings", False),
         rms_norm_eps=eps,
     )
-    return config, lambda tensors: _weights(tensors, config)
+    return config, lambda tensors: _weights(tensors, config, factor)
 
 
 def _kinds(fields: Fields) -> list[str]:
@@ -74,10 +89,8 @@ def _kinds(fields: Fields) -> list[str]:
     every = []
     for name, words in found.items():
         if odd := [word for word in words if word not in _WORDS]:
-            hint = "; models with experts are not supported" if odd[0] in ("E", "moe") else ""
             raise EdgelinError(
-                f"{fields.where}: {name} has {odd[0]!r}; supported: "
-                f"{', '.join(map(repr, _WORDS))}{hint}"
+                f"{fields.where}: {name} has {odd[0]!r}; supported: {', '.join(map(repr, _WORDS))}"
             )
         every.append([_WORDS[word] for word in words])
     if any(kinds != every[0] for kinds in every):
@@ -121,7 +134,27 @@ def _attention(fields: Fields) -> dict[str, Any]:
     return attention_table(fields) | own | {"rotary_dim": 0}
 
 
-def _weights(tensors: Tensors, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _experts(fields: Fields) -> dict[str, Any]:
+    """The experts' table."""
+    fields.expect("n_shared_experts", 1)
+    return {
+        "type": "moe",
+        "num_experts": fields.first("n_routed_experts", "num_local_experts", default=8),
+        "experts_per_token": fields.take("num_experts_per_tok", 2),
+        "intermediate_size": fields.take("moe_intermediate_size", 7688),
+        "router": "sigmoid",
+        "norm_topk_prob": fields.take("norm_topk_prob", True),
+        "expert_bias": True,
+        "sum_eps": 1e-20,
+        "num_groups": fields.take("n_group", 1),
+        "groups_per_token": fields.take("topk_group", 1),
+        "gated": False,
+        "latent_size": fields.take("moe_latent_size", 0),
+        "shared_size": fields.take("moe_shared_expert_intermediate_size", 7688),
+    }
+
+
+def _weights(tensors: Tensors, config: ModelConfig, factor: float) -> Iterator[tuple[str, Tensor]]:
     """Our parameters in order."""
     root = "backbone." if tensors.has("backbone.embeddings.weight") else "model."
     yield "embedding.weight", tensors(f"{root}embeddings.weight")
@@ -129,9 +162,9 @@ def _weights(tensors: Tensors, config: ModelConfig) -> Iterator[tuple[str, Tenso
         theirs, ours, table = f"{root}layers.{i}.", f"blocks.{i}.", config.mixers[kind]
         yield f"{ours}mixer_norm.weight", tensors(f"{theirs}norm.weight")
         if kind == "mlp":
-            parts = ("weight", "bias") if table["bias"] else ("weight",)
-            names = [f"{name}_proj.{part}" for name in ("up", "down") for part in parts]
-            branch = iter([(name, tensors(f"{theirs}mixer.{name}")) for name in names])
+            branch = _linears(tensors, f"{theirs}mixer.", table, ("up_proj", "down_proj"))
+        elif kind == "moe":
+            branch = _moe(tensors, f"{theirs}mixer.", table, factor)
         elif kind == "mamba":
             branch = mamba2(tensors, f"{theirs}mixer.", table)
         else:
@@ -140,3 +173,36 @@ def _weights(tensors: Tensors, config: ModelConfig) -> Iterator[tuple[str, Tenso
             yield f"{ours}mixer.{name}", tensor
     yield "norm.weight", tensors(f"{root}norm_f.weight")
     yield from head(tensors, config.tie_word_embeddings, embedding=f"{root}embeddings.weight")
+
+
+def _linears(
+    tensors: Tensors, prefix: str, table: Mapping[str, Any], names: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Projections, with the biases that the table says."""
+    for name in names:
+        for part in ("weight", "bias") if table["bias"] else ("weight",):
+            yield f"{name}.{part}", tensors(f"{prefix}{name}.{part}")
+
+
+def _moe(
+    tensors: Tensors, prefix: str, table: Mapping[str, Any], factor: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of our experts; a file has all in one tensor, or each on its own."""
+    yield "router.weight", tensors(f"{prefix}gate.weight")
+    yield "expert_bias", tensors(f"{prefix}gate.e_score_correction_bias")
+    for name in ("up_proj", "down_proj"):
+        own = f"{prefix}experts."
+        if tensors.has(f"{own}{name}"):
+            all_ = tensors(f"{own}{name}")
+        else:
+            count = table["num_experts"]
+            all_ = torch.stack([tensors(f"{own}{i}.{name}.weight") for i in range(count)])
+        yield f"experts.{name}", scaled(all_, factor if name == "down_proj" else 1.0)
+    for name, tensor in _linears(
+        tensors, f"{prefix}shared_experts.", table, ("up_proj", "down_proj")
+    ):
+        yield f"shared.{name}", tensor
+    if table["latent_size"]:
+        for ours, theirs in (("in_proj", "fc1_latent_proj"), ("out_proj", "fc2_latent_proj")):
+            for name, tensor in _linears(tensors, prefix, table, (theirs,)):
+                yield name.replace(theirs, ours), tensor

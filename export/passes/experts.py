@@ -7,6 +7,7 @@ how they are stored.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import onnx_ir as ir
@@ -51,14 +52,18 @@ def lower_experts(model: ir.Model, *, fused: bool) -> bool:
 def _written(graph: Graph, node: ir.Node, shape: ir.Value, *, fused: bool) -> ir.Value:
     """The nodes of one layer's experts."""
     x, chosen, weights, *matrices = node.inputs
-    (experts, both), (_, hidden) = (_shape(m)[:2] for m in matrices[:: len(matrices) // 2])
-    sizes = (experts, _shape(chosen)[-1], hidden, both // 2)
-    form: Any = onnx.fused if fused else onnx.plain
-    rounding = {}
-    if "bits" in node.attributes:
-        form = onnx.quantised
-        rounding = {n: node.attributes.get_int(n) for n in ("bits", "block_size", "accuracy_level")}
-    y: ir.Value = form(graph, x, chosen, weights, *matrices, shape=shape, sizes=sizes, **rounding)
+    (experts, rows), (_, hidden) = (_shape(m)[:2] for m in matrices[:: len(matrices) // 2])
+    gated, rounded = bool(node.attributes.get_int("gated")), "bits" in node.attributes
+    inner = rows // 2 if gated or rounded else rows
+    sizes = (experts, _shape(chosen)[-1], hidden, inner)
+    form: Any = functools.partial(onnx.plain, gated=gated)
+    if rounded:
+        stored = ("bits", "block_size", "accuracy_level")
+        rounding: dict[str, Any] = {name: node.attributes.get_int(name) for name in stored}
+        form = functools.partial(onnx.quantised, gated=gated, **rounding)
+    elif fused and gated:
+        form = onnx.fused
+    y: ir.Value = form(graph, x, chosen, weights, *matrices, shape=shape, sizes=sizes)
     return y
 
 

@@ -27,12 +27,12 @@ from edgelin.runtimes.manifest import Manifest
 GATE_UP, DOWN = (f"blocks.0.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
 
 
-def make_model(intermediate_size: int = 64) -> SequenceModel:
+def make_model(**changes: Any) -> SequenceModel:
     """One layer of a recurrence, followed by experts whose bias changes the choice."""
     torch.manual_seed(0)
     moe = {
         "type": "moe", "num_experts": 6, "experts_per_token": 2, "shared_size": 40,
-        "intermediate_size": intermediate_size, "router": "sigmoid", "expert_bias": True,
+        "intermediate_size": 64, "router": "sigmoid", "expert_bias": True, **changes,
     }  # fmt: skip
     gdn = {"type": "gated_deltanet", "num_heads": 2, "key_dim": 16, "value_dim": 24}
     config = ModelConfig(
@@ -51,12 +51,16 @@ def make_model(intermediate_size: int = 64) -> SequenceModel:
     return model
 
 
+def save(folder: Path, **changes: Any) -> Path:
+    """The model as a checkpoint."""
+    text = tokenizer.train(["a small text of a few words and more words " * 20], VOCAB)
+    checkpoint.save(folder, make_model(**changes), text.to_str())
+    return folder
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts") / "model"
-    text = tokenizer.train(["a small text of a few words and more words " * 20], VOCAB)
-    checkpoint.save(folder, make_model(), text.to_str())
-    return folder
+    return save(tmp_path_factory.mktemp("experts") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +88,25 @@ def test_bundles_are_the_checkpoint(
         assert not any(name.startswith("blocks.0.mlp.shared.up") for name in names)
 
 
+def test_bundles_of_experts_without_a_gate_are_the_checkpoint(tmp_path: Path) -> None:
+    """Their kernel has a gate, which reads the same rows: the file has them twice."""
+    saved, out = save(tmp_path / "m", gated=False, latent_size=64), tmp_path / "bundle"
+    export_checkpoint(saved, out, quantise=("none", "int4"))
+    verify.verify(out, saved)
+    path, up = out / "onnx" / "model_q4.onnx", GATE_UP.replace("gate_up", "up")
+    graph, weights = ir.load(path), read_weights(saved)
+    (node,) = (node for node in graph.graph if node.op_type == "QMoE")
+    assert node.inputs[2].name.startswith(up)
+    assert list(node.inputs[2].shape) == [6, 128, 32]
+    assert rounded_weights(path, weights)[up].shape == (6, 64, 64)
+    codes = node.inputs[2].const_value.numpy().copy()
+    codes[3, 7, 5] ^= 1  # one of a pair
+    node.inputs[2].const_value = ir.Tensor(codes, name=node.inputs[2].name)
+    ir.save(graph, path.with_name("changed.onnx"))
+    with pytest.raises(EdgelinError, match=f"not the checkpoint's weights: {up};"):
+        check_weights(path.with_name("changed.onnx"), weights, list)
+
+
 def test_float_bundles_need_no_newer_runtime() -> None:
     for profile in PROFILES.values():
         alone = profile.min_onnxruntime(quantised=False, experts=True)
@@ -92,15 +115,16 @@ def test_float_bundles_need_no_newer_runtime() -> None:
         assert profiles._numbers(both) >= (1, 31, 0)
 
 
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_graphs_compute_with_the_rounded_experts(traced: ir.Model, name: str) -> None:
-    model, graph = make_model(), traced.clone()
-    recipe = RECIPES[name]
+def test_graphs_compute_with_the_rounded_experts(traced: ir.Model, name: str, gated: bool) -> None:
+    model = make_model(gated=gated)
+    graph, recipe = traced.clone() if gated else trace(model), RECIPES[name]
     assert recipe is not None
     passes.lower(graph, PROFILES["fused"])
     outcome = quantise(graph, recipe)
     passes.finish(graph, PROFILES["fused"])
-    assert outcome.matrices[GATE_UP]["bits"] == recipe.bits
+    assert outcome.matrices[DOWN]["bits"] == recipe.bits
     with torch.no_grad():
         for parameter, rounded in outcome.rounded.items():
             own = model.get_parameter(parameter)

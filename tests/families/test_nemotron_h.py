@@ -33,7 +33,20 @@ def model(limit: tuple[float, float] = FREE, **changes: Any) -> Any:
     }  # fmt: skip
     theirs = oracle.randomise(NemotronHForCausalLM(NemotronHConfig(**{**sizes, **changes})))
     bound(theirs, limit)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.arange(len(buffer)).roll(2) / 8)  # bfloat16 has these
     return theirs
+
+
+def sparse(**changes: Any) -> Any:
+    """A model with experts, narrower than the stream."""
+    sizes = {
+        "layers_block_type": ["mamba", "moe", "full_attention", "moe"], "n_routed_experts": 6,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 12, "routed_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 14, "moe_latent_size": 20, "mlp_bias": True,
+    }  # fmt: skip
+    return model(**{**sizes, **changes})
 
 
 def bound(theirs: Any, limit: tuple[float, float]) -> None:
@@ -61,6 +74,57 @@ def test_logits(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_switches(tmp_path: Path, changes: dict[str, Any]) -> None:
     theirs = model(**changes)
     oracle.check_torch(theirs, oracle.save(theirs, tmp_path / "m"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_with_experts(tmp_path: Path, dtype: torch.dtype) -> None:
+    oracle.check_logits(sparse(), tmp_path / "m", dtype)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_group": 3, "topk_group": 2, "norm_topk_prob": False},
+        {"moe_latent_size": None, "mlp_bias": False, "num_experts_per_tok": 1},
+        {"moe_latent_size": None, "routed_scaling_factor": 1.0},
+    ],
+    ids=str,
+)
+def test_switches_of_experts(tmp_path: Path, changes: dict[str, Any]) -> None:
+    theirs = sparse(**changes)
+    oracle.check_torch(theirs, oracle.save(theirs, tmp_path / "m"))
+
+
+def test_experts_in_one_tensor_and_a_pattern(tmp_path: Path) -> None:
+    """The layout of transformers' class, where a folder of its own writing has the hub's."""
+    theirs = sparse()
+    folder = oracle.save(theirs, tmp_path / "m")
+    assert "backbone.layers.1.mixer.experts.5.up_proj.weight" in load_file(
+        folder / "model.safetensors"
+    )
+    values = {name: tensor.contiguous() for name, tensor in theirs.state_dict().items()}
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    oracle.rewrite(folder, without=("layers_block_type",), hybrid_override_pattern="ME*E")
+    oracle.check_torch(theirs, folder)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"n_shared_experts": 2}, "n_shared_experts is 2; supported: 1"),
+        ({"n_routed_experts": 5}, r"router\.weight would have shape \[6, 32\], .* makes it \[5"),
+        ({"moe_shared_expert_intermediate_size": 15}, r"shared\.up_proj\.weight would have shape"),
+        ({"moe_latent_size": None}, "experts.up_proj would have shape"),
+        ({"n_group": 4}, "num_groups is 4; give a divisor of num_experts = 6"),
+        ({"hybrid_override_pattern": "ME*X", "without": ("layers_block_type",)}, "has 'X'; .*'E'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_wrong_experts_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = oracle.save(sparse(), tmp_path / "m")
+    oracle.rewrite(folder, **changes)
+    with pytest.raises(EdgelinError, match=message):
+        convert(folder, tmp_path / "own")
 
 
 @torch.no_grad()
@@ -110,7 +174,7 @@ def test_names_of_the_class_and_drafts(tmp_path: Path) -> None:
     "changes, message",
     [
         ({"residual_scale": 2.0}, "'residual_scale', which this family does not know"),
-        ({"layers_block_type": ["mamba", "moe"] * 2}, "has 'moe'; .*experts are not supported"),
+        ({"layers_block_type": ["mamba", "gru"] * 2}, "has 'gru'; supported: 'M'"),
         ({"without": ("layers_block_type",)}, "lacks the key 'layers_block_type'"),
         ({"hybrid_override_pattern": "MMMM"}, "name different layers"),
         ({"num_hidden_layers": 5}, "num_hidden_layers is 5; supported: 4"),

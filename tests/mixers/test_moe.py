@@ -21,12 +21,13 @@ from edgelin.export.trace import trace
 from edgelin.model import SequenceModel
 
 HIDDEN = 20
+SIGMOID = {"router": "sigmoid"}
 
 
-def build(case: str) -> Any:
+def build(case: str, **changes: Any) -> Any:
     """A mixer whose bias, if any, changes the choice."""
     torch.manual_seed(3)
-    mixer = mixers.build(loops.CASES[case], HIDDEN, 0, 1e-6, where="m")
+    mixer = mixers.build({**loops.CASES[case], **changes}, HIDDEN, 0, 1e-6, where="m")
     if mixer.config.expert_bias:
         mixer.expert_bias.copy_(torch.linspace(-0.4, 0.6, mixer.config.num_experts))
     return mixer.requires_grad_(False)
@@ -57,12 +58,35 @@ def test_a_softmax_over_the_chosen_is_the_normalised_one_over_all() -> None:
     torch.testing.assert_close(weights, over_all / over_all.sum(-1, keepdim=True))
 
 
+def test_only_experts_of_the_best_groups_are_chosen() -> None:
+    mixer, x = build("moe, groups").double(), numbers(2, 40, HIDDEN)
+    mixer.expert_bias /= 10
+    wanted, _ = loops.loop(mixer, x.numpy(), {}, np.zeros(2))
+    np.testing.assert_allclose(run(mixer, x), wanted, rtol=0, atol=1e-9)
+    _, chosen = mixer._route(x @ mixer.router.weight.T)
+    object.__setattr__(mixer.config, "num_groups", 1)
+    _, free = mixer._route(x @ mixer.router.weight.T)
+    changed = (chosen.sort(-1).values != free.sort(-1).values).any(-1)
+    assert changed.any() and not changed.all()
+
+
+@pytest.mark.parametrize("case", ["moe, relu2", "moe, shared"])
+def test_biases_are_of_the_shared_mlp_and_of_the_latent_width(case: str) -> None:
+    mixer, x = build(case, bias=True).double(), numbers(2, 9, HIDDEN)
+    wanted, _ = loops.loop(mixer, x.numpy(), {}, np.zeros(2))
+    np.testing.assert_allclose(run(mixer, x), wanted, rtol=0, atol=1e-9)
+    biased = {name for name, _ in mixer.named_parameters() if name.endswith("bias")}
+    latent = {"in_proj.bias", "out_proj.bias"} if mixer.config.latent_size else set()
+    up = "gate_up" if mixer.config.gated else "up"
+    assert biased == {f"shared.{up}_proj.bias", "shared.down_proj.bias"} | latent
+
+
 def poisoned(mixer: Any, x: Tensor) -> list[int]:
     """Experts that no token chooses, their weights NaN: one that is computed would be seen."""
     _, chosen = mixer._route(x @ mixer.router.weight.T)
     idle = sorted(set(range(mixer.config.num_experts)) - set(chosen.flatten().tolist()))
     for expert in idle:
-        mixer.experts.gate_up_proj[expert] = torch.nan
+        mixer.experts.inwards[expert] = torch.nan
         mixer.experts.down_proj[expert] = torch.nan
     return idle
 
@@ -111,7 +135,10 @@ class _Loop(torch.nn.Module):
         return torch.from_numpy(loops.loop(self.inner, x.numpy(), {}, position.numpy())[0]), {}
 
 
-@pytest.mark.parametrize("case", ["moe", "moe, one", "moe, sigmoid, bias", "moe, gated shared"])
+@pytest.mark.parametrize(
+    "case",
+    ["moe", "moe, one", "moe, sigmoid, bias", "moe, gated shared", "moe, relu2", "moe, groups"],
+)
 def test_exported_graphs_are_the_loop(case: str) -> None:
     made = model(case)
     ids = torch.randint(0, 50, (2, 72), generator=torch.Generator().manual_seed(4))
@@ -123,8 +150,9 @@ def test_exported_graphs_are_the_loop(case: str) -> None:
     specs = made.state_specs()
     for profile, graph in graphs.items():
         types = [node.op_type for node in graph.graph]
-        assert types.count("MoE") == (profile == "fused")
-        assert types.count("Unique") == (profile != "fused")
+        fused = profile == "fused" and made.blocks[0].mlp.config.gated
+        assert types.count("MoE") == fused
+        assert types.count("Unique") == (not fused)
         runner, logits = session(graph), []
         now = {
             s.name: t.numpy().astype("f")
@@ -140,8 +168,9 @@ def test_exported_graphs_are_the_loop(case: str) -> None:
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
-def test_a_step_of_a_graph_leaves_the_experts_alone_that_it_did_not_choose() -> None:
-    made, profiles = model("moe, sigmoid, bias"), ("fused", "plain")
+@pytest.mark.parametrize("case", ["moe, sigmoid, bias", "moe, relu2"])
+def test_a_step_of_a_graph_leaves_the_experts_alone_that_it_did_not_choose(case: str) -> None:
+    made, profiles = model(case), ("fused", "plain")
     states = {s.input_name: np.zeros((1, *s.shape), "f") for s in made.state_specs()}
     feeds = {"input_ids": np.array([[7]]), "num_logits_to_keep": np.array(0), **states}
     traced, seen = trace(made), []
@@ -163,6 +192,15 @@ def test_a_step_of_a_graph_leaves_the_experts_alone_that_it_did_not_choose() -> 
         ({"router": "topk"}, "router is 'topk'; allowed: softmax, sigmoid"),
         ({"expert_bias": True}, "expert_bias belongs to the router sigmoid"),
         ({"shared_gate": True}, "shared_gate needs a shared expert"),
+        ({"sum_eps": 0.0}, "sum_eps is 0.0; it must be above 0 and below 1"),
+        ({"num_groups": 2}, "num_groups belongs to the router sigmoid"),
+        ({"num_groups": 2, **SIGMOID}, "num_groups is 2; give a divisor of num_experts = 5"),
+        ({"num_groups": 5, **SIGMOID}, "that leaves at least 2 in a group"),
+        ({"num_groups": 2, "num_experts": 6, **SIGMOID, "groups_per_token": 3}, "give 1 .* to .*2"),
+        (
+            {"num_groups": 3, "num_experts": 6, **SIGMOID, "experts_per_token": 3},
+            r"groups_per_token is 1; give 2 \(enough for experts_per_token\)",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
