@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from edgelin.recurrences.launches import Choice, choose
 from edgelin.recurrences.linear import kernel_passes
 from edgelin.recurrences.linear.kernel_passes import HEAD, KEY, NONE
 
@@ -25,12 +26,13 @@ PROGRAMS = 512  # programs that fill a large GPU; more segments than that take a
 class Pass:
     """What ``kernel_passes.attend`` computes (see its module docstring)."""
 
+    name: str
     inner: bool
     reverse: bool
 
 
-OUTPUT, DQ = Pass(inner=True, reverse=False), Pass(inner=False, reverse=False)
-DV, DK = Pass(inner=True, reverse=True), Pass(inner=False, reverse=True)
+OUTPUT, DQ = Pass("o", inner=True, reverse=False), Pass("dq", inner=False, reverse=False)
+DV, DK = Pass("dv", inner=True, reverse=True), Pass("dk", inner=False, reverse=True)
 
 
 def mode_of(g: Tensor | None) -> tl.constexpr:
@@ -38,11 +40,33 @@ def mode_of(g: Tensor | None) -> tl.constexpr:
     return NONE if g is None else HEAD if g.dim() == 3 else KEY
 
 
-def blocks_of(contracted: int, width: int, half: bool) -> tuple[int, int, int]:
-    """Block over the contracted side (whole), block over the output's width, and their number."""
-    whole = max(16, triton.next_power_of_2(contracted))
+def launch_of(kind: Pass, mode: tl.constexpr, half: bool, width_x: int, width_y: int) -> Choice:
+    """Tokens of a chunk (BT), width of a block of outputs (BLOCK), tokens of a segment, warps.
+
+    By a rule read off the compiler's register counts: larger tiles spill, above all in float32.
+    """
+    contracted, width = (width_y, width_x) if kind.inner else (width_x, width_y)
+    whole = whole_of(contracted)
     block = max(16, min(triton.next_power_of_2(width), (16384 if half else 8192) // whole))
-    return whole, block, triton.cdiv(width, block)
+    few = half and mode == NONE and whole * block <= 4096
+    rule = {
+        "BT": 16 if not half else 32 if mode == KEY else 64,
+        "BLOCK": block,
+        "SEGMENT": SEGMENT,
+        "num_warps": 4 if few else 8,
+        "num_stages": 2 if half and max(block, whole) <= 128 else 1,
+    }
+    if not half:
+        return rule
+    return choose(f"linear {_NAMES[mode.value]} {kind.name} {width_x}x{width_y}", rule)
+
+
+_NAMES = {NONE.value: "none", HEAD.value: "head", KEY.value: "key"}
+
+
+def whole_of(width: int) -> int:
+    """Block over a side that is not cut."""
+    return int(max(16, triton.next_power_of_2(width)))
 
 
 def attend(
@@ -74,13 +98,10 @@ def attend(
     a, x, y = rows
     (batch, time, heads, width_x), width_y = x.shape, y.shape[3]
     mode = mode_of(g)
-    if kind.inner:
-        block_y, block_x, blocks = blocks_of(width_y, width_x, half)
-    else:
-        block_x, block_y, blocks = blocks_of(width_x, width_y, half)
-    # Read off the compiler's register counts: larger tiles spill, above all in float32.
-    block_t = 16 if not half else 32 if mode == KEY else 64
-    few = half and mode == NONE and block_x * block_y <= 4096
+    chosen = launch_of(kind, mode, half, width_x, width_y)
+    block_t, block = chosen["BT"], chosen["BLOCK"]
+    blocks = triton.cdiv(width_x if kind.inner else width_y, block)
+    block_x, block_y = (block, whole_of(width_y)) if kind.inner else (whole_of(width_x), block)
     launch = {
         "BT": block_t,
         "MODE": mode,
@@ -89,10 +110,10 @@ def attend(
         "DT": tl.bfloat16 if half and x.is_cuda else tl.float32,
         "PT": tl.bfloat16 if x.is_cuda else tl.float32,
         "PARTS": 2 if half else 3,
-        "num_warps": 4 if few else 8,
-        "num_stages": 2 if half and max(block_x, block_y) <= 128 else 1,
+        "num_warps": chosen["num_warps"],
+        "num_stages": chosen["num_stages"],
     }
-    segments = _segments(time, batch * heads * blocks)
+    segments = _segments(time, batch * heads * blocks, chosen["SEGMENT"])
     chunks = triton.cdiv(triton.cdiv(time, block_t), segments)
     segments = triton.cdiv(time, chunks * block_t)
     h_scale = 1.0 / scale if kind.reverse else 1.0
@@ -114,9 +135,9 @@ def attend(
     return out, final
 
 
-def _segments(time: int, programs: int) -> int:
-    """How many segments fill the GPU, when each has at least SEGMENT tokens."""
-    return max(1, min(time // SEGMENT, -(-PROGRAMS // programs)))
+def _segments(time: int, programs: int, least: int) -> int:
+    """How many segments fill the GPU, when each has at least ``least`` tokens."""
+    return max(1, min(time // least, -(-PROGRAMS // programs)))
 
 
 def _states(

@@ -65,7 +65,13 @@ def backward(
     dq, dk = dq.to(q.dtype), dk.to(k.dtype)
     if g is None or weights is None:
         return dq, dk, dv, torch.zeros(0, device=q.device), dinitial
-    first = g[:, 0].float().clamp(min=MIN_LOG_DECAY).exp().reshape(*g.shape[:1], g.shape[2], -1, 1)
+    first = (
+        g.select(1, 0)
+        .float()
+        .clamp(min=MIN_LOG_DECAY)
+        .exp()
+        .reshape(*g.shape[:1], g.shape[2], -1, 1)
+    )
     return dq, dk, dv, _decay_gradient(weights, g, final * dstate), dinitial * first
 
 
@@ -73,8 +79,11 @@ def _weights(q: Tensor, v: Tensor, g: Tensor | None, half: bool) -> Tensor | Non
     """Where the passes leave q dq - k dk: ``[B, T, H, K]``, or a sum a block of K for each head."""
     if g is None:
         return None
-    blocks = kernel.blocks_of(v.shape[3], q.shape[3], half)[2]
-    shape = q.shape if g.dim() == 4 else (blocks, *q.shape[:3])
+    if g.dim() == 4:
+        return torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    # both passes have to cut K alike
+    launch = kernel.launch_of(kernel.DQ, kernel.mode_of(g), half, v.shape[3], q.shape[3])
+    shape = (-(-q.shape[3] // launch["BLOCK"]), *q.shape[:3])
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
@@ -84,6 +93,6 @@ def _decay_gradient(weights: Tensor, g: Tensor, last: Tensor) -> Tensor:
         weights, ends = weights.sum(0), last.sum((2, 3))
     else:
         ends = last.sum(3)
-    weights[:, -1] += ends
+    weights.select(1, -1).add_(ends)
     dg = weights.flip(1).cumsum(1).flip(1)
     return dg.masked_fill_(g < MIN_LOG_DECAY, 0.0)

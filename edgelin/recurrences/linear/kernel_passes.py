@@ -10,8 +10,12 @@ One kernel serves the output and all gradients. With rows y (width Y, the side t
     inner (a along Y): out_i = sum_j (a_i . exp(G_i - G_j) y_j) x_j    o, and dv backwards in time
     outer (a along X): out_i = sum_j (a_i . x_j) exp(G_i - G_j) y_j    dq, and dk backwards in time
 
-Sums of log decays over intervals are products with 0/1 masks on the tensor cores, the decay split
-into bfloat16 parts so that they are exact; per key, A is built level by level (``chunked.py``).
+Per head, log decays are summed in float64, whose differences are exact enough. Per key, sums over
+intervals are products with 0/1 masks on the tensor cores, the decay split into bfloat16 parts so
+that they are exact. There exp(G_i - G_j) is split at the middle of the chunk, m: where |G_i - G_m|
+stays below REACH for all tokens and keys, exp(G_i - G_m) and exp(G_m - G_j) are numbers, whatever
+their signs, and A is one product. A chunk that decays faster is built level by level
+(``chunked.py``), where no exponent is ever positive.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from edgelin.recurrences import MIN_LOG_DECAY
 
 NONE, HEAD, KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _FLOOR = tl.constexpr(MIN_LOG_DECAY)
+_REACH, _SHORT_REACH = tl.constexpr(64.0), tl.constexpr(16.0)  # float32: sums stay exact to 1e-6
 
 
 @triton.jit
@@ -77,21 +82,77 @@ def _head_decays(g, token, rows, pos, T, H: tl.constexpr, REV: tl.constexpr):
 @triton.jit
 def _sums(mask, g, PT: tl.constexpr, PARTS: tl.constexpr):
     """``mask @ g`` for a 0/1 mask `[BT, BT]` and float32 g `[BT, N]`, exact to PARTS * 8 bits."""
-    zeros_ones = tl.where(mask, 1.0, 0.0).to(PT)
+    return _weighted_sums(tl.where(mask, 1.0, 0.0), g, PT, PARTS)
+
+
+@triton.jit
+def _weighted_sums(weights, g, PT: tl.constexpr, PARTS: tl.constexpr):
+    """``weights @ g`` for weights of 0, 1 and -1 `[BT, BT]`, likewise."""
+    weights = weights.to(PT)
     part = g.to(tl.bfloat16)
-    total = tl.dot(zeros_ones, part.to(PT), input_precision="ieee")
+    total = tl.dot(weights, part.to(PT), input_precision="ieee")
     for _ in tl.static_range(PARTS - 1):
         g = g - part.to(tl.float32)
         part = g.to(tl.bfloat16)
-        total = tl.dot(zeros_ones, part.to(PT), total, input_precision="ieee")
+        total = tl.dot(weights, part.to(PT), total, input_precision="ieee")
     return total
+
+
+@triton.jit
+def from_middle(g, row, col, BT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):
+    """G_i - G_m `[BT, N]`, m the last token of the first half; both halves' sums; is it short?
+
+    What is short may be split at m: exp(G_i - G_m) exp(G_m - G_j).
+    """
+    up = tl.where((col <= row) & (col >= BT // 2), 1.0, 0.0)
+    sums = _weighted_sums(up - tl.where((col > row) & (col < BT // 2), 1.0, 0.0), g, PT, PARTS)
+    first = tl.sum(tl.where(row < BT // 2, g, 0.0), axis=0)
+    second = tl.sum(tl.where(row >= BT // 2, g, 0.0), axis=0)
+    reach = _REACH if PARTS == 2 else _SHORT_REACH
+    return sums, first, second, tl.max(-tl.minimum(first, second), axis=0) < reach
+
+
+@triton.jit
+def _near_step_by_key(
+    b_a, b_x, b_y, sums, first, second, state, row, col, INNER: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a chunk with a decay a key, split at its middle, and the state after it."""
+    factor = tl.exp(sums)
+    f_y = b_y.to(tl.float32) * tl.exp(-sums)
+    if INNER:
+        f_a = b_a.to(tl.float32) * factor
+        read = (f_a * tl.exp(first)[None, :]).to(DT)
+        acc = tl.dot(read, tl.trans(state.to(DT)), input_precision="ieee")
+        scores = tl.dot(f_a.to(DT), tl.trans(f_y.to(DT)), input_precision="ieee")
+        scores = tl.where(col <= row, scores, 0.0).to(DT)
+        acc = tl.dot(scores, b_x, acc, input_precision="ieee")
+    else:
+        scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
+        scores = tl.where(col <= row, scores, 0.0).to(DT)
+        acc = tl.dot(b_a, state.to(DT), input_precision="ieee") * tl.exp(first)[None, :]
+        acc = tl.dot(scores, f_y.to(DT), acc, input_precision="ieee") * factor
+    f_y = (f_y * tl.exp(second)[None, :]).to(DT)
+    state = tl.dot(
+        tl.trans(b_x), f_y, state * tl.exp(first + second)[None, :], input_precision="ieee"
+    )
+    return acc, state
+
+
+@triton.jit
+def _differences(sums):
+    """G_i - G_j `[BT, BT]` of float64 sums `[BT]`, to the precision of float32.
+
+    Heads and tails are subtracted apart: close heads exactly, so that nothing cancels.
+    """
+    head = sums.to(tl.float32)
+    tail = (sums - head.to(tl.float64)).to(tl.float32)
+    return (head[:, None] - head[None, :]) + (tail[:, None] - tail[None, :])
 
 
 @triton.jit
 def _read(
     b_a, b_x, b_y, b_g, state, row, col,
-    MODE: tl.constexpr, INNER: tl.constexpr,
-    DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
+    MODE: tl.constexpr, INNER: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Outputs `[BT, BX or BY]` of a chunk without decay, or with one a head (b_g `[BT]`)."""
     if INNER:
@@ -101,10 +162,9 @@ def _read(
         acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
         scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
     if MODE == HEAD:
-        before = tl.sum(tl.where(col <= row, b_g[None, :], 0.0), axis=1)
-        acc = acc * tl.exp(before)[:, None]
-        sums = _sums(col <= row, tl.where(row > col, b_g[:, None], 0.0), PT, PARTS)
-        scores = scores * tl.exp(sums)
+        sums = tl.cumsum(b_g.to(tl.float64), axis=0)
+        acc = acc * tl.exp(sums.to(tl.float32))[:, None]
+        scores = scores * tl.exp(_differences(sums))
     scores = tl.where(col <= row, scores, 0.0).to(DT)
     if INNER:
         acc = tl.dot(scores, b_x, acc, input_precision="ieee")
@@ -132,7 +192,7 @@ def _read_by_key(
         same = tl.sum(b_a.to(tl.float32) * b_x.to(tl.float32), axis=1)
         acc += same[:, None] * b_y.to(tl.float32)
         scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
-    for level in tl.static_range(LEVELS):
+    for level in range(0, LEVELS):
         s = 1 << level  # halves of the aligned blocks of 2 s tokens
         odd = (row // s) % 2 == 1
         middle = row // (2 * s) * (2 * s) + s - 1
@@ -159,9 +219,10 @@ def _advance(
 ):  # fmt: skip
     """The state `[BX, BY]` after a chunk."""
     if MODE == HEAD:
-        after = tl.exp(tl.sum(tl.where(col > row, b_g[None, :], 0.0), axis=1))
+        total = tl.sum(b_g.to(tl.float64), axis=0)
+        after = tl.exp((total - tl.cumsum(b_g.to(tl.float64), axis=0)).to(tl.float32))
         b_y = (b_y.to(tl.float32) * after[:, None]).to(DT)
-        state = state * tl.exp(tl.sum(b_g, axis=0))
+        state = state * tl.exp(total.to(tl.float32))
     if MODE == KEY:
         after = tl.exp(_sums(col > row, b_g, PT, PARTS))
         b_y = (b_y.to(tl.float32) * after).to(DT)
@@ -210,15 +271,22 @@ def attend(
             b_a = _rows(a + token * X, rows, o_x, live, H, X).to(DT)
         if MODE == KEY:
             b_g = _key_decays(g, token, rows, o_y, pos, T, H, Y, REV)
-            acc = _read_by_key(
-                b_a, b_x, b_y, b_g, state, row, col, BT, INNER, DT, PT, PARTS, LEVELS
-            )
+            sums, half_1, half_2, short = from_middle(b_g, row, col, BT, PT, PARTS)
+            if short:
+                acc, state = _near_step_by_key(
+                    b_a, b_x, b_y, sums, half_1, half_2, state, row, col, INNER, DT
+                )
+            else:
+                acc = _read_by_key(
+                    b_a, b_x, b_y, b_g, state, row, col, BT, INNER, DT, PT, PARTS, LEVELS
+                )
+                state = _advance(state, b_x, b_y, b_g, row, col, MODE, DT, PT, PARTS)
         else:
             b_g = o_t
             if MODE == HEAD:
                 b_g = _head_decays(g, token, rows, pos, T, H, REV)
-            acc = _read(b_a, b_x, b_y, b_g, state, row, col, MODE, INNER, DT, PT, PARTS)
-        state = _advance(state, b_x, b_y, b_g, row, col, MODE, DT, PT, PARTS)
+            acc = _read(b_a, b_x, b_y, b_g, state, row, col, MODE, INNER, DT)
+            state = _advance(state, b_x, b_y, b_g, row, col, MODE, DT, PT, PARTS)
         acc = acc * out_scale
         if INNER:
             _store(out + token * X, acc, rows, o_x, live, H, X)
