@@ -37,6 +37,8 @@ from edgelin.runtimes.text import TextTail
 FORMAT = "1"
 _SCALE = ".scale"
 _ANSWERS = ("logits", "outputs")
+# Other numbers than a state can have are told with the name of the tensor.
+_CODES = ("F64", "F32", "F16", "I64", "I32", "I8")
 _SHORTER = (np.dtype(np.float16), np.dtype(np.int8))
 
 _log = logging.getLogger("edgelin")
@@ -140,6 +142,9 @@ def _content(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             _check_format(path, metadata.get("edgelin_state"))
+            for name in file.keys():  # noqa: SIM118
+                if (code := file.get_slice(name).get_dtype()) not in _CODES:
+                    raise ValueError(f"a tensor is {code}")
             return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise EdgelinError(f"there is no state file {path}") from None
