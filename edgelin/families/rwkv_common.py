@@ -155,4 +155,4 @@ def renamed(tensors: Tensors, prefix: str, names: Mapping[str, str]) -> Paramete
         yield ours, tensors(f"{prefix}{theirs}")
 
 
-__all__ = ["describe", "is_original", "layout", "renamed", "rows", "stream", "weights"]
+__all__ = ["describe", "is_original", "renamed", "rows", "stream", "weights"]
