@@ -36,7 +36,13 @@ class Ring:
     group: int
 
     def attend_short(
-        self, q: Tensor, k: Tensor, v: Tensor, rings: tuple[Tensor, Tensor], position: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rings: tuple[Tensor, Tensor],
+        position: Tensor,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """T <= W tokens: score the ring and the new keys apart, join before the softmax.
 
@@ -46,6 +52,7 @@ class Ring:
             v: As ``k``.
             rings: Keys and values `[B, Hkv, M + W, D]`.
             position: Of the first token, `[B]` int64.
+            lengths: Tokens that each row really has, `[B]` int64; None: all.
 
         Returns:
             o `[B, H, T, D]`, and the rings after the last token.
@@ -67,11 +74,23 @@ class Ring:
         )
         o = (old @ rings[1] + new @ v).to(dtype)
         slots = self._slots(position[:, None] + steps)[:, None, :, None].expand_as(k)
+        if lengths is not None:  # behind the end a slot keeps what it has
+            behind = (steps >= lengths[:, None])[:, None, :, None]
+            k, v = (
+                torch.where(behind, ring.gather(2, slots), new)
+                for ring, new in zip(rings, (k, v), strict=True)
+            )
         written = (rings[0].scatter(2, slots, k), rings[1].scatter(2, slots, v))
         return o.unflatten(2, (self.group, time)).flatten(1, 2), written
 
     def attend_blocks(
-        self, q: Tensor, k: Tensor, v: Tensor, rings: tuple[Tensor, Tensor], position: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rings: tuple[Tensor, Tensor],
+        position: Tensor,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Any T: blocks of W queries, each against its own and the previous block, and the sinks.
 
@@ -80,8 +99,9 @@ class Ring:
         """
         window, time = self.window, q.shape[2]
         blocks = -(-time // window)
-        keys, key_ring = self._extend(rings[0], k, position)
-        values, value_ring = self._extend(rings[1], v, position)
+        ends = torch.full_like(position, time) if lengths is None else lengths
+        keys, key_ring = self._extend(rings[0], k, position, ends)
+        values, value_ring = self._extend(rings[1], v, position, ends)
         q = F.pad(q, (0, 0, 0, blocks * window - time)).unflatten(2, (blocks, window))
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2).flatten(0, 1),
@@ -113,30 +133,35 @@ class Ring:
             old = torch.cat([first[:, None].expand(-1, rows.shape[0], -1), old], dim=-1)
         return torch.cat([old, new], dim=-1)[:, None]
 
-    def _extend(self, ring: Tensor, fresh: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The ring in order of position, then ``fresh`` `[B, Hkv, T, D]`; and the ring after it."""
-        window, time = self.window, fresh.shape[2]
+    def _extend(
+        self, ring: Tensor, fresh: Tensor, position: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The ring in order of position, then ``fresh`` `[B, Hkv, T, D]`; and the ring after it.
+
+        ``ends`` `[B]` says how many of the fresh ones each row has.
+        """
+        window, count = self.window, ends[:, None]
         sinks, ring = ring.split([self.sinks, window], dim=2)
         slots = torch.arange(window, device=ring.device)
         since = position[:, None] - self.sinks
         oldest_first = torch.remainder(since + slots, window)
         old = ring.gather(2, oldest_first[:, None, :, None].expand_as(ring))
         line = torch.cat([old.to(fresh.dtype), fresh], dim=2)
-        # Slot s of the ring takes the one entry of the tail whose position belongs there.
-        entry = torch.remainder(slots - since - time, window)
-        tail = line[:, :, time:].to(ring.dtype)
-        after = tail.gather(2, entry[:, None, :, None].expand_as(ring))
+        # Slot s of the ring takes the one of the last W entries whose position belongs there.
+        entry = count + torch.remainder(slots - since - count, window)
+        exact = torch.cat([old, fresh.to(ring.dtype)], dim=2)
+        after = exact.gather(2, entry[:, None, :, None].expand_as(ring))
         if self.sinks:
             # A sink among the last W tokens has a slot of its own.
-            belongs = since + time - window + entry >= 0
+            belongs = since - window + entry >= 0
             after = torch.where(belongs[:, None, :, None], after, ring)
-            after = torch.cat([self._sinks(sinks, fresh, position), after], dim=2)
+            after = torch.cat([self._sinks(sinks, fresh, position, count), after], dim=2)
         return line, after
 
-    def _sinks(self, old: Tensor, fresh: Tensor, position: Tensor) -> Tensor:
-        """The sinks `[B, Hkv, M, D]` after ``fresh``, which may hold some of them."""
+    def _sinks(self, old: Tensor, fresh: Tensor, position: Tensor, count: Tensor) -> Tensor:
+        """The sinks `[B, Hkv, M, D]` after the fresh ones, which may hold some of them."""
         step = torch.arange(self.sinks, device=old.device) - position[:, None]
-        new = (step >= 0) & (step < fresh.shape[2])
+        new = (step >= 0) & (step < count)
         at = step.clamp(0, fresh.shape[2] - 1)[:, None, :, None].expand_as(old)
         return torch.where(new[:, None, :, None], fresh.gather(2, at).to(old.dtype), old)
 

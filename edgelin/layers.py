@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.recurrences.exporting import is_exporting
+from edgelin.recurrences.lengths import last, masked
 
 # A tensor, because torch's exporter stores a Python number in float32 beside float64 operands.
 _TURN = torch.tensor(2 * math.pi, dtype=torch.float64)
@@ -171,13 +172,16 @@ class FeatureProjection(nn.Module):
         return y
 
 
-def running_mean(x: Tensor, mean: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def running_mean(
+    x: Tensor, mean: Tensor, position: Tensor, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """m_t = m_{t-1} + (x_t - m_{t-1}) / t, the mean over all steps so far.
 
     Args:
         x: `[B, T, D]`.
         mean: The mean before the first step `[B, D]`.
         position: Steps before the first `[B]` int64.
+        lengths: Steps that each row really has `[B]` int64; None: all.
 
     Returns:
         The mean at every step `[B, T, D]` in the dtype of ``x``, and the last one.
@@ -187,7 +191,10 @@ def running_mean(x: Tensor, mean: Tensor, position: Tensor) -> tuple[Tensor, Ten
     # the old mean plus a correction: position times mean would round it away in a long stream
     excess = full.cumsum(1) - count * mean[:, None]
     means = mean[:, None] + excess / (position[:, None, None] + count)
-    return means.to(x.dtype), means[:, -1]
+    final = means[:, -1]
+    if lengths is not None:
+        final = last(torch.cat([mean[:, None], means], dim=1), lengths, 1)[:, 0]
+    return means.to(x.dtype), final
 
 
 def l2_norm(x: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -198,20 +205,23 @@ def l2_norm(x: Tensor, *, eps: float = 1e-6) -> Tensor:
     return F.rms_norm(full, (size,), weight, eps / size).to(x.dtype)
 
 
-def token_shift(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def token_shift(x: Tensor, state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The stream one token late (Peng et al. 2023, "RWKV", arXiv:2305.13048, section 3.1.1).
 
     Args:
         x: `[B, T, D]`.
-        last: The token before the first `[B, D]`.
+        state: The token before the first `[B, D]`.
+        lengths: Tokens that each row really has `[B]` int64; None: all.
 
     Returns:
         The token before each `[B, T, D]` in the dtype of ``x``, and the last token in the dtype of
-        ``last``.
+        ``state``.
     """
     # Joined before it is cut: torch.export would tell lengths T - 1 = 1 from others.
-    previous = torch.cat([last[:, None].to(x.dtype), x], dim=1)[:, :-1]
-    return previous, x[:, -1].to(last.dtype)
+    previous = torch.cat([state[:, None].to(x.dtype), x], dim=1)[:, :-1]
+    if lengths is None:
+        return previous, x[:, -1].to(state.dtype)
+    return previous, last(torch.cat([state[:, None], x.to(state.dtype)], dim=1), lengths, 1)[:, 0]
 
 
 def rotary_angles(position: Tensor, time: int, frequencies: Tensor) -> Tensor:
@@ -245,21 +255,24 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
-def keep_last(hidden: Tensor) -> Tensor:
-    """Mark where the exported graph may drop all but the last positions; an identity elsewhere."""
+def keep_last(hidden: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Mark where the exported graph may drop all but the last positions; an identity elsewhere.
+
+    With ``lengths`` these are the last ones of every row.
+    """
     if is_exporting():
-        marked: Tensor = torch.ops.edgelin.keep_last(hidden)
+        marked: Tensor = torch.ops.edgelin.keep_last(hidden, lengths)
         return marked
     return hidden
 
 
 @torch.library.custom_op("edgelin::keep_last", mutates_args=())
-def _keep_last(hidden: Tensor) -> Tensor:
+def _keep_last(hidden: Tensor, lengths: Tensor | None) -> Tensor:
     return hidden.clone()
 
 
 @_keep_last.register_fake
-def _keep_last_fake(hidden: Tensor) -> Tensor:
+def _keep_last_fake(hidden: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.empty_like(hidden)
 
 

@@ -24,6 +24,7 @@ from edgelin.errors import EdgelinError
 from edgelin.experts import Experts
 from edgelin.layers import FeatureProjection, LayerNorm, RMSNorm, keep_last, running_mean
 from edgelin.mixers import mlp, parallel
+from edgelin.recurrences.lengths import masked
 from edgelin.state import StateSpec
 
 _INIT_STD = 0.02
@@ -72,15 +73,17 @@ class Block(nn.Module):
         state: dict[str, Tensor],
         position: Tensor,
         shared: dict[str, Tensor],
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Map the stream `[B, T, d]` with this layer's states and what the call shares."""
         after: dict[str, Tensor] = {}
+        ragged = {} if lengths is None else {"lengths": lengths}
         for name, branch in zip(("mixer", "mlp"), self.branches(), strict=False):
             before, behind = (getattr(self, f"{name}_{k}", None) for k in ("norm", "post_norm"))
             extra = (shared,) if getattr(branch, "shares", False) else ()
             own = {spec.name: state[spec.name] for spec in branch.state_specs()}
             normed = before(x) if before else x
-            y, own = branch(normed, own, position, *extra)
+            y, own = branch(normed, own, position, *extra, **ragged)
             x = normed if self.normalises_stream else x
             x = x + self.dropout(behind(y) if behind else y)
             after |= own
@@ -220,23 +223,31 @@ class SequenceModel(nn.Module):
         return state
 
     def forward(
-        self, inputs: Tensor, state: dict[str, Tensor] | None = None
+        self,
+        inputs: Tensor,
+        state: dict[str, Tensor] | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Predict the next token, or answer, at every position.
 
         Args:
             inputs: `[B, T]` int64 tokens, or `[B, T, F]` features.
             state: The states before the first of them; None: the initial ones.
+            lengths: `[B]` int64, steps 0 .. T that each row really has; None: all. What stands
+                behind the end of a row leaves its states as they are; outputs there mean nothing.
 
         Returns:
             outputs: `[B, T, vocab]` logits, or `[B, T, outputs]`, float32.
             state: The states after the last step, keyed as ``state_specs`` says.
         """
-        hidden, state = self.hidden(inputs, state)
+        hidden, state = self.hidden(inputs, state, lengths)
         return self.logits(hidden), state
 
     def hidden(
-        self, inputs: Tensor, state: dict[str, Tensor] | None = None
+        self,
+        inputs: Tensor,
+        state: dict[str, Tensor] | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As :meth:`forward`, but the stream `[B, T, d]` that :meth:`logits` takes."""
         batch, time = inputs.shape[:2]
@@ -245,19 +256,21 @@ class SequenceModel(nn.Module):
         position = state.get("position")
         if position is None:
             position = inputs.new_zeros(batch, dtype=torch.int64)
-        x = self.embedding(inputs)
+        # Zeros behind the end of a row: nothing that stands there is seen, not even a NaN.
+        x = masked(self.embedding(inputs), lengths)
         if self.config.embedding_norm:
             x = self.embedding_norm(x)
         after: dict[str, Tensor] = {}
         shared: dict[str, Tensor] = {}
         for block in self._layers():
-            x, own = block(x, state, position, shared)
+            x, own = block(x, state, position, shared, lengths)
             after |= own
         if self._pools:
-            x, after["pool"] = running_mean(self.norm(x), state["pool"], position)
+            x, after["pool"] = running_mean(self.norm(x), state["pool"], position, lengths)
         if "position" in state:
-            after["position"] = position + time
-        return keep_last(x) if self._pools else self.norm(keep_last(x)), after
+            after["position"] = position + (time if lengths is None else lengths)
+        kept = keep_last(x, lengths)
+        return kept if self._pools else self.norm(kept), after
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: `[..., d]` from :meth:`hidden` to `[..., outputs]`, float32 (or float64)."""

@@ -19,6 +19,8 @@ from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.signature import Features, Input, Output, Tokens
 from edgelin.runtimes.tokenizer_record import TokenizerRecord
 
+# Input of a graph whose calls may have rows of different lengths.
+LENGTHS = "lengths"
 # Variables of a chat template.
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -34,6 +36,7 @@ def manifest(
     profile: Profile,
     min_onnxruntime: str,
     default_variant: str,
+    lengths: bool = False,
 ) -> Manifest:
     """The manifest of a bundle, still without its files."""
     source, output = signature(model.config)
@@ -50,6 +53,7 @@ def manifest(
         variants={},
         max_time=profile.max_time,
         chunk=CHUNK,
+        lengths=LENGTHS if lengths else None,
     )
 
 
@@ -70,8 +74,9 @@ def stamp(model: ir.Model, contract: Manifest) -> None:
         ValueError: The graph's inputs and outputs are not those of the contract.
     """
     names = [contract.input.name, *(s.input_name for s in contract.states)]
+    names += [name for name in (contract.lengths, contract.num_logits_to_keep) if name is not None]
     found = [value.name for value in model.graph.inputs]
-    if found != [*names, contract.num_logits_to_keep]:
+    if found != names:
         raise ValueError(f"graph inputs are {found}, the contract says {names}")
     names = [contract.output.name, *(s.output_name for s in contract.states)]
     found = [value.name for value in model.graph.outputs]

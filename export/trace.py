@@ -8,6 +8,7 @@ kept as one node too, so that a pass can let it share the embedding matrix.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ import torch
 from onnxscript import optimizer
 
 from edgelin.errors import EdgelinError
-from edgelin.export.contract import signature
+from edgelin.export.contract import LENGTHS, signature
 from edgelin.export.passes.experts import OP_TYPE as EXPERTS
 from edgelin.export.passes.lower_recurrences import DOMAIN, OPERATORS
 from edgelin.recurrences import CHUNK
@@ -43,22 +44,23 @@ _ATTRIBUTE_TYPES = {
 }
 
 
-def trace(model: SequenceModel, *, max_time: int = CHUNK) -> ir.Model:
+def trace(model: SequenceModel, *, max_time: int = CHUNK, lengths: bool = False) -> ir.Model:
     """Trace ``model.forward`` with symbolic batch and time.
 
     Args:
         model: Model in float32 on the CPU, in evaluation mode.
         max_time: Largest number of steps of a call.
+        lengths: Whether the rows of a call may be of different lengths, in an input ``lengths``.
 
     Returns:
-        Graph with inputs ``input_ids`` or ``features`` and ``past_*`` and outputs ``logits`` or
-        ``outputs`` and ``present_*``, in the order of ``model.state_specs()``; weights keep their
-        parameter names.
+        Graph with inputs ``input_ids`` or ``features``, ``past_*`` and perhaps ``lengths``, and
+        outputs ``logits`` or ``outputs`` and ``present_*``, in the order of
+        ``model.state_specs()``; weights keep their parameter names.
 
     Raises:
         EdgelinError: A mixer has no form to export, such as a window shorter than a call.
     """
-    _check_mixers(model)
+    _check_mixers(model, lengths=lengths)
     specs = model.state_specs()
     if not specs:
         raise EdgelinError(
@@ -76,12 +78,20 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK) -> ir.Model:
             (
                 torch.from_numpy(steps),
                 *(_example(spec) for spec in specs),
+                *([torch.arange(1, _EXAMPLE_BATCH + 1)] if lengths else []),
             ),
             dynamo=True,
             opset_version=TRACE_OPSET,
-            input_names=[source.name, *(spec.input_name for spec in specs)],
+            input_names=[
+                source.name,
+                *(spec.input_name for spec in specs),
+                *([LENGTHS] if lengths else []),
+            ],
             output_names=[output.name, *(spec.output_name for spec in specs)],
-            dynamic_shapes=({0: batch, 1: time}, tuple(_axes(s, batch, past) for s in specs)),
+            dynamic_shapes=(
+                {0: batch, 1: time},
+                (*(_axes(s, batch, past) for s in specs), *([{0: batch}] if lengths else [])),
+            ),
             custom_translation_table=_translations(),
             optimize=False,
             verbose=False,
@@ -107,13 +117,26 @@ def _axes(spec: StateSpec, batch: Any, past: Any) -> dict[int, Any]:
     return {0: batch} if spec.growing_axis is None else {0: batch, spec.growing_axis: past}
 
 
-def _check_mixers(model: SequenceModel) -> None:
+def _check_mixers(model: SequenceModel, *, lengths: bool) -> None:
     """Refuse what trains but can't be exported, such as a ring that one call could write round."""
+    for spec in model.state_specs() if lengths else ():
+        if spec.growing_axis is not None:
+            raise EdgelinError(
+                f"layer {spec.layer}: streams of different lengths need states of fixed size, and "
+                f"that of attention to all tokens grows; export with --attention window=N, or "
+                f"without --streams"
+            )
     for layer, block in enumerate(model.blocks):
         for branch in cast("Block", block).branches():
             obstacle = getattr(getattr(branch, "config", None), "export_obstacle", None)
             if obstacle is not None:
                 raise EdgelinError(f"layer {layer}: {obstacle}")
+            if lengths and "lengths" not in inspect.signature(branch.forward).parameters:
+                raise EdgelinError(
+                    f"layer {layer}: {type(branch).__module__}.Mixer takes no lengths, which "
+                    f"--streams needs; add them to its forward (docs/new-mixer.md), or leave "
+                    f"--streams out"
+                )
 
 
 class _Positional(torch.nn.Module):
@@ -124,10 +147,10 @@ class _Positional(torch.nn.Module):
         self.model = model
         self.names = [spec.name for spec in specs]
 
-    def forward(self, inputs: torch.Tensor, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Logits or outputs, then every new state."""
-        state = dict(zip(self.names, states, strict=True))
-        outputs, new = self.model(inputs, state)
+    def forward(self, inputs: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits or outputs, then every new state; ``rest`` is the states, then any lengths."""
+        state = dict(zip(self.names, rest, strict=False))
+        outputs, new = self.model(inputs, state, *rest[len(self.names) :])
         return outputs, *(new[name] for name in self.names)
 
 

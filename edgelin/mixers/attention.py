@@ -32,6 +32,11 @@ from edgelin.recurrences import CHUNK
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.state import GROWING, StateSpec
 
+_ONE_LENGTH = (
+    "rows of different lengths need states of fixed size, and that of attention to all tokens "
+    "grows; give it a window"
+)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -152,7 +157,7 @@ class Mixer(nn.Module):
         ]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
@@ -168,8 +173,10 @@ class Mixer(nn.Module):
         if c.window:
             ring = Ring(c.window, c.sinks, self.group)
             attend = ring.attend_short if self._is_short(x.shape[1]) else ring.attend_blocks
-            o, cache = attend(q, k, v, cache, position)
+            o, cache = attend(q, k, v, cache, position, lengths)
         else:
+            if lengths is not None:
+                raise EdgelinError(_ONE_LENGTH)
             o, cache = self._attend_all(q, k, v, cache)
         if c.gate:
             o = o * torch.sigmoid(gate[0])

@@ -1,7 +1,7 @@
 """RWKV's channel mix, the branch that follows its time mixing in a layer.
 
     y_t = W_v relu(W_k x^k_t)^2                                              RWKV-7
-    y_t = sigmoid(W_r x^r_t) * (W_v relu(W_k x^k_t)^2)                       RWKV-6, ``receptance``
+    y_t = sigmoid(W_r x^r_t) * (W_v relu(W_k x^k_t)^2)                RWKV-4 to -6, ``receptance``
 
 x^i for i = k, r are x_t + (x_{t-1} - x_t) mu_i. Sources: Peng et al., "RWKV-7 Goose" (2025),
 arXiv:2503.14456, section 4 (the MLP); Peng et al., "Eagle and Finch" (2024), arXiv:2404.05892,
@@ -29,7 +29,7 @@ class Config:
 
     Args:
         intermediate_size: Width inside.
-        receptance: Whether a gate of RWKV-6 follows.
+        receptance: Whether the gate of RWKV-4 to -6 follows.
     """
 
     intermediate_size: int
@@ -72,11 +72,11 @@ class Mixer(nn.Module):
         return [StateSpec("mlp_shift", self.layer, (self.hidden_size,), "batch channels")]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"mlp_shift.{self.layer}"
-        previous, shift = token_shift(x, state[name])
+        previous, shift = token_shift(x, state[name], lengths)
         mixed = x + (previous - x) * self.mix[:, None, None].to(x.dtype)
         y = self.down_proj(F.relu(self.up_proj(mixed[0])).square())
         if self.config.receptance:

@@ -127,7 +127,7 @@ class Mixer(nn.Module):
         ]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
@@ -136,14 +136,15 @@ class Mixer(nn.Module):
         if self.gate_size:
             qkv, gate = qkv.split([self.conv_channels, self.gate_size], dim=-1)
         qkv, conv = short_convolution(
-            qkv, self.conv_weight, None, state[conv_name], activation="silu"
+            qkv, self.conv_weight, None, state[conv_name], lengths, activation="silu"
         )
         qk, v = qkv.split([2 * self.key_size, self.value_size], dim=-1)
         # Queries and keys are normalised together: one node in the exported graph.
         q, k = l2_norm(qk.unflatten(-1, (2 * c.key_heads, c.key_dim))).chunk(2, dim=2)
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
         beta, g = self._gates(x)
-        o, recurrent = delta(q, k, v, beta, g, state[recurrent_name], scale=c.key_dim**-0.5)
+        scale = c.key_dim**-0.5
+        o, recurrent = delta(q, k, v, beta, g, state[recurrent_name], scale=scale, lengths=lengths)
         return self.out_proj(self._gated_norm(o, gate).flatten(-2)), {
             conv_name: conv,
             recurrent_name: recurrent,

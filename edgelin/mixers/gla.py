@@ -59,7 +59,7 @@ class Mixer(nn.Module):
         return [self.config.matrix_spec(self.layer)]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
@@ -70,5 +70,5 @@ class Mixer(nn.Module):
         # -softplus(-x) is log sigmoid(x), and stays finite in the exported graph.
         g = F.softplus(-decay) / -_TEMPERATURE
         g = g.unflatten(-1, (c.num_heads, c.key_dim))
-        o, after = linear(q, k, v, g, state[name], scale=c.key_dim**-0.5)
+        o, after = linear(q, k, v, g, state[name], scale=c.key_dim**-0.5, lengths=lengths)
         return self.out_proj(self.norm(o, gate).flatten(-2)), {name: after}

@@ -79,7 +79,7 @@ class Mixer(nn.Module):
         return [self.config.matrix_spec(self.layer)]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
@@ -87,7 +87,7 @@ class Mixer(nn.Module):
         q, v = self.qv_proj(x).split(self.sizes, dim=-1)
         k, g = self._gates(x)
         q, k, v, g = (a.unflatten(-1, (c.num_heads, -1)) for a in (F.silu(q), k.to(v.dtype), v, g))
-        o, after = linear(q, k, v, g, state[name], scale=c.key_dim**-0.5)
+        o, after = linear(q, k, v, g, state[name], scale=c.key_dim**-0.5, lengths=lengths)
         return self.out_proj(self.norm(o.flatten(-2))), {name: after}
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,14 +68,14 @@ class Mixer(nn.Module):
         return [self.config.matrix_spec(self.layer)]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"recurrent.{self.layer}"
         *qkv, gate = self.qkv_gate_proj(x).split(self.sizes, dim=-1)
         q, k, v = (F.silu(part).unflatten(-1, (self.config.num_heads, -1)) for part in qkv)
         g = self._log_decay(state[name]).expand(*x.shape[:2], -1)
-        o, after = linear(q, k, v, g, state[name])
+        o, after = linear(q, k, v, g, state[name], lengths=lengths)
         return self.out_proj(self.norm(o.flatten(-2)) * gate.sigmoid()), {name: after}
 
     def _log_decay(self, like: Tensor) -> Tensor:

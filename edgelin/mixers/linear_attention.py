@@ -24,6 +24,7 @@ from edgelin.errors import EdgelinError
 from edgelin.layers import RMSNorm
 from edgelin.mixers import HeadSizes, check_eps, check_sizes
 from edgelin.recurrences.exporting import is_exporting
+from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.linear import linear
 from edgelin.recurrences.linear.bidirectional import bidirectional
 from edgelin.state import StateSpec
@@ -129,7 +130,7 @@ class Mixer(nn.Module):
         return [matrix, StateSpec("normalizer", self.layer, (heads, size), "batch heads key")]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
@@ -137,9 +138,9 @@ class Mixer(nn.Module):
         q, k = self.feature_map(qk.unflatten(-1, (2 * c.num_heads, c.key_dim)))
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
         if c.causal:
-            o, after = self._recur(q, k, v, state)
+            o, after = self._recur(q, k, v, state, lengths)
         else:
-            o, after = self._attend(q, k, v), {}
+            o, after = self._attend(q, masked(k, lengths), v), {}
         if c.normalize == "rms":
             o = self.norm(o)
         return self.out_proj(o.flatten(-2)), after
@@ -149,14 +150,15 @@ class Mixer(nn.Module):
         return k, None
 
     def _recur(
-        self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], lengths: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs and states of the recurrence."""
         names = [spec.name for spec in self.state_specs()]
         z = state[names[1]] if self.config.normalize == "z" else None
         k, g = self.decayed(k)
-        eps = self.feature_map.eps
-        o, *after = linear(q, k, v, g, state[names[0]], normalizer=z, eps=eps)
+        o, *after = linear(
+            q, k, v, g, state[names[0]], normalizer=z, eps=self.feature_map.eps, lengths=lengths
+        )
         return o, dict(zip(names, after, strict=True))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -103,10 +103,12 @@ class Mixer(ssm.GatedBlock):
         """h."""
         return [_dense_spec(self.config, self.layer)]
 
-    def recur(self, u: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def recur(
+        self, u: Tensor, state: dict[str, Tensor], lengths: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the recurrence over the inputs `[B, T, D]`."""
         a, b = self.discrete()
-        y, h = lti(u, a, b, self.C.double(), state[f"ssm.{self.layer}"])
+        y, h = lti(u, a, b, self.C.double(), state[f"ssm.{self.layer}"], lengths)
         return y, {f"ssm.{self.layer}": h}
 
     def continuous(self) -> Tensor:
@@ -173,9 +175,11 @@ class DenseStep(ssm.GatedBlock):
         """h."""
         return [_dense_spec(self.config, self.layer)]
 
-    def recur(self, u: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def recur(
+        self, u: Tensor, state: dict[str, Tensor], lengths: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the recurrence over the inputs `[B, T, D]`."""
-        y, h = lti(u, self.A, self.B, self.C, state[f"ssm.{self.layer}"])
+        y, h = lti(u, self.A, self.B, self.C, state[f"ssm.{self.layer}"], lengths)
         return y, {f"ssm.{self.layer}": h}
 
 

@@ -118,13 +118,13 @@ class Mixer(nn.Module):
         ]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         conv_name, ssm_name = f"conv.{self.layer}", f"ssm.{self.layer}"
         u, gate = self.in_proj(x).chunk(2, dim=-1)
         u, conv = short_convolution(
-            u, self.conv_weight, self.conv_bias, state[conv_name], activation="silu"
+            u, self.conv_weight, self.conv_bias, state[conv_name], lengths, activation="silu"
         )
         low, b, c = self.x_proj(u).split(self.sizes, dim=-1)
         if self.config.inner_norm_eps:
@@ -133,7 +133,8 @@ class Mixer(nn.Module):
         dt = at_least_float32(F.linear(low, self.dt_proj.weight))
         dt = F.softplus(dt + at_least_float32(self.dt_proj.bias))
         g = dt[..., None] * -at_least_float32(self.A_log).exp()
-        y, h = diagonal(dt * u, b[:, :, None], c[:, :, None], g, None, state[ssm_name])
+        b, c = b[:, :, None], c[:, :, None]
+        y, h = diagonal(dt * u, b, c, g, None, state[ssm_name], lengths)
         y = y + at_least_float32(self.D) * u
         y = (y * F.silu(gate)).to(gate.dtype)
         return self.out_proj(y), {conv_name: conv, ssm_name: h}

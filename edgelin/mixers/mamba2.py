@@ -131,14 +131,14 @@ class Mixer(nn.Module):
         ]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         conv_name, recurrent_name = f"conv.{self.layer}", f"recurrent.{self.layer}"
         gate, u = self.in_proj(x).split([self.inner_size, self.conv_channels], dim=-1)
         u, conv = short_convolution(
-            u, self.conv_weight, self.conv_bias, state[conv_name], activation="silu"
+            u, self.conv_weight, self.conv_bias, state[conv_name], lengths, activation="silu"
         )
         u, groups = u.split([self.inner_size, 2 * self.group_size], dim=-1)
         u = u.unflatten(-1, (c.num_heads, c.head_dim))
@@ -149,7 +149,7 @@ class Mixer(nn.Module):
         g = -at_least_float32(self.A_log).exp() * dt
         v = (dt[..., None] * u).to(u.dtype)
         keys, queries = self._by_head(groups)
-        o, after = linear(queries, keys, v, g, state[recurrent_name], scale=1.0)
+        o, after = linear(queries, keys, v, g, state[recurrent_name], lengths=lengths)
         o = o + self.D.to(u.dtype)[:, None] * u
         o = o.flatten(-2)
         y = o * F.silu(gate) if c.norm == "none" else self.norm(o, gate)

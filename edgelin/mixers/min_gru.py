@@ -59,7 +59,7 @@ class Mixer(nn.Module):
         return [StateSpec("ssm", self.layer, (self.config.inner_size, 1), "batch channels state")]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"ssm.{self.layer}"
@@ -67,5 +67,5 @@ class Mixer(nn.Module):
         z = at_least_float32(self.decay_proj(x))
         one = torch.ones(self.config.inner_size, 1, dtype=z.dtype, device=x.device)
         b, g = (v.unflatten(-1, one.shape) for v in (z.sigmoid(), -F.softplus(z)))
-        h, last = diagonal(u, b, one, g, None, state[name])
+        h, last = diagonal(u, b, one, g, None, state[name], lengths)
         return self.out_proj(h * F.silu(gate)), {name: last}

@@ -71,7 +71,7 @@ class Mixer(nn.Module):
         return []
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Map `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         if self.config.gated:

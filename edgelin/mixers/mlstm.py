@@ -95,7 +95,7 @@ class Mixer(nn.Module):
         ]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
@@ -106,7 +106,7 @@ class Mixer(nn.Module):
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
         gates = at_least_float32(self.beta_decay_proj(x)) / c.gate_softcap
         i, f = (c.gate_softcap * torch.tanh(gates)).chunk(2, dim=-1)
-        gate, decay, m, maximum = stabilised(i, -F.softplus(-f), maximum)
+        gate, decay, m, maximum = stabilised(i, -F.softplus(-f), maximum, lengths)
         k = (k * gate[..., None]).to(v.dtype)
         h, matrix, sums = linear(
             q,
@@ -118,6 +118,7 @@ class Mixer(nn.Module):
             normalizer=sums,
             floor=(-m).exp(),
             eps=c.eps,
+            lengths=lengths,
         )
         y = self.norm(h) * out_gate.sigmoid()
         return self.out_proj(y), dict(zip(names, (matrix, sums, maximum), strict=True))

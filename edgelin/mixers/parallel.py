@@ -105,14 +105,14 @@ class Mixer(nn.Module):
         return [spec for part in self.parts for spec in part.state_specs()]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         outputs: list[Tensor] = []
         after: dict[str, Tensor] = {}
         for part in self.parts:
             own = {spec.name: state[spec.name] for spec in part.state_specs()}
-            y, own = part(x, own, position)
+            y, own = part(x, own, position, lengths)
             outputs.append(y)
             after |= own
         return functools.reduce(torch.add, outputs), after

@@ -68,7 +68,7 @@ class Mixer(nn.Module):
         return [self.config.matrix_spec(self.layer)]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
@@ -79,7 +79,7 @@ class Mixer(nn.Module):
         q, k = rotate(qk, angles[:, :, None]).chunk(2, dim=2)
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
         g = self._log_decay(state[name]).expand(*x.shape[:2], -1)
-        o, after = linear(q, k, v, g, state[name], scale=c.key_dim**-0.5)
+        o, after = linear(q, k, v, g, state[name], scale=c.key_dim**-0.5, lengths=lengths)
         o = self.norm(o, gate.unflatten(-1, (c.num_heads, c.value_dim)))
         return self.out_proj(o.flatten(-2)), {name: after}
 

@@ -101,12 +101,12 @@ class Mixer(nn.Module):
         ]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         conv_name, ssm_name = f"conv.{self.layer}", f"ssm.{self.layer}"
         u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
-        u, conv = short_convolution(u, self.conv_weight, self.conv_bias, state[conv_name])
+        u, conv = short_convolution(u, self.conv_weight, self.conv_bias, state[conv_name], lengths)
         r, i = self._gates(u).chunk(2, dim=-1)
         loss = r * (_POWER * F.softplus(at_least_float32(self.Lambda)))  # -log a
         # 1 - a^2 by t = tanh(-log a): 1 - exp() loses its digits near 0, and ONNX has no expm1.
@@ -117,7 +117,7 @@ class Mixer(nn.Module):
             factor = factor.masked_fill((tokens == 0)[..., None], 1.0)
         one = torch.ones(self.config.inner_size, 1, dtype=loss.dtype, device=x.device)
         b, g = (v.unflatten(-1, one.shape) for v in (factor, -loss))
-        h, last = diagonal(i * u, b, one, g, None, state[ssm_name])
+        h, last = diagonal(i * u, b, one, g, None, state[ssm_name], lengths)
         y = (h * F.gelu(gate, approximate="tanh")).to(gate.dtype)
         return self.out_proj(y), {conv_name: conv, ssm_name: last}
 

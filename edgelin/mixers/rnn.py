@@ -89,16 +89,18 @@ class Mixer(nn.Module):
         return [StateSpec("rnn", self.layer, (self.config.inner_size,), "batch channels")]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"rnn.{self.layer}"
         u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
         recur = self._elementwise if self.config.recurrence == "elementwise" else self._full
-        z, after = recur(u, state[name])
+        z, after = recur(u, state[name], lengths)
         return self.out_proj(z * F.silu(gate)), {name: after}
 
-    def _elementwise(self, u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _elementwise(
+        self, u: Tensor, state: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Outputs `[B, T, D]` and the last state."""
         g = -at_least_float32(self.nu).exp()
         a = g.exp()
@@ -106,12 +108,12 @@ class Mixer(nn.Module):
         gamma = (-g.tanh() * (a.square() + 1)).sqrt()
         u = (gamma * u).to(u.dtype)
         if self.config.activation != "identity":
-            return rnn(u, a, state, activation=self.config.activation)
+            return rnn(u, a, state, lengths, activation=self.config.activation)
         ones = torch.ones_like(g)[:, None]
-        z, after = diagonal(u, ones, ones, g[:, None], None, state[..., None])
+        z, after = diagonal(u, ones, ones, g[:, None], None, state[..., None], lengths)
         return z, after[..., 0]
 
-    def _full(self, u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _full(self, u: Tensor, state: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs `[B, T, D]` and the last state."""
         weight = at_least_float32(self.recurrent_weight)
-        return rnn(u, weight, state, activation=self.config.activation)
+        return rnn(u, weight, state, lengths, activation=self.config.activation)

@@ -100,20 +100,20 @@ class Mixer(nn.Module):
         ]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         names = [spec.name for spec in self.state_specs()]
         last, *sums, maximum = (state[name] for name in names)
-        previous, last = token_shift(x, last)
+        previous, last = token_shift(x, last, lengths)
         xk, xv, xr = (x + (previous - x) * self.mix[:, None, None].to(x.dtype)).unbind(0)
         k, v = (at_least_float32(y) for y in (self.k_proj(xk), self.v_proj(xv)))
-        wkv, *after = self._averages(k, v, torch.cat(sums, dim=1), maximum)
+        wkv, *after = self._averages(k, v, torch.cat(sums, dim=1), maximum, lengths)
         y = self.out_proj(self.r_proj(xr).sigmoid() * wkv.to(x.dtype))
         return y, dict(zip(names, (last, *after), strict=True))
 
     def _averages(
-        self, k: Tensor, v: Tensor, sums: Tensor, maximum: Tensor
+        self, k: Tensor, v: Tensor, sums: Tensor, maximum: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """wkv `[B, T, D]`, and a, b and m after the last token.
 
@@ -122,13 +122,14 @@ class Mixer(nn.Module):
             v: Likewise.
             sums: a, then b: `[B, 2 D, 1]`.
             maximum: m `[B, D]`.
+            lengths: Tokens that each row really has `[B]`, or None: all.
         """
         speed = at_least_float32(self.decay).exp()
-        gate, decay, m, m_after = stabilised(k, -speed.expand_as(k), maximum)
+        gate, decay, m, m_after = stabilised(k, -speed.expand_as(k), maximum, lengths)
         inputs = torch.cat([v, torch.ones_like(v)], dim=-1)
         b, g = (torch.cat([part, part], dim=-1)[..., None] for part in (gate, decay))
         one = torch.ones(2 * self.config.inner_size, 1, dtype=v.dtype, device=v.device)
-        all_sums, after = diagonal(inputs, b, one, g, None, sums)
+        all_sums, after = diagonal(inputs, b, one, g, None, sums, lengths)
         # A token reads what the one before it left.
         before = torch.cat([sums[:, None, :, 0], all_sums], dim=1)[:, :-1]
         m_before = torch.cat([maximum[:, None], m], dim=1)[:, :-1]

@@ -113,21 +113,20 @@ class Mixer(nn.Module):
         return [shift, self.config.matrix_spec(self.layer)]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         shift_name, recurrent_name = f"shift.{self.layer}", f"recurrent.{self.layer}"
-        previous, shift = token_shift(x, state[shift_name])
+        previous, shift = token_shift(x, state[shift_name], lengths)
         xw, xk, xv, xr, xg = self._mixtures(x, previous - x).unbind(0)
         decay = self.decay_out_proj(torch.tanh(self.decay_in_proj(xw)))
         # Without the limit, the gradient of a decay below the floor would be 0 * inf.
         g = -at_least_float32(decay).clamp(max=_LARGEST).exp()
         parts = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv), g
         r, k, v, g = (part.unflatten(-1, (c.num_heads, -1)) for part in parts)
-        o, recurrent = linear(
-            r, k, v, g, state[recurrent_name], scale=c.key_dim**-0.5, bonus=self.bonus
-        )
+        scale, s = c.key_dim**-0.5, state[recurrent_name]
+        o, recurrent = linear(r, k, v, g, s, scale=scale, bonus=self.bonus, lengths=lengths)
         y = self.norm(o) * F.silu(self.gate_proj(xg))
         return self.out_proj(y), {shift_name: shift, recurrent_name: recurrent}
 

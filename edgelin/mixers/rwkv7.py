@@ -158,11 +158,12 @@ class Mixer(nn.Module):
         state: dict[str, Tensor],
         position: Tensor,
         shared: dict[str, Tensor],
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         shift_name, recurrent_name = f"shift.{self.layer}", f"recurrent.{self.layer}"
-        previous, shift = token_shift(x, state[shift_name])
+        previous, shift = token_shift(x, state[shift_name], lengths)
         xr, xw, xk, xv, xa, xg = self._mixtures(x, previous - x).unbind(0)
         r, k, v = self.r_proj(xr), self.k_proj(xk), self._values(xv, shared)
         decay = self.decay_out_proj(torch.tanh(self.decay_in_proj(xw)))
@@ -173,7 +174,7 @@ class Mixer(nn.Module):
         r, kk, k, v, rate, g = (part.unflatten(-1, (c.num_heads, -1)) for part in parts)
         kk = l2_norm(kk, eps=c.key_norm_eps)
         write, read, add = (part.to(v.dtype) for part in (k, -kk, kk * rate))
-        o, recurrent = dplr(r, write, v, read, add, g, state[recurrent_name])
+        o, recurrent = dplr(r, write, v, read, add, g, state[recurrent_name], lengths=lengths)
         bonus = (at_least_float32(r) * k * self.r_k).sum(-1, keepdim=True) * v
         y = self.norm(o) + bonus.flatten(-2).to(o.dtype)
         y = y * self.gate_out_proj(self.gate_in_proj(xg).sigmoid())

@@ -64,10 +64,10 @@ class Mixer(nn.Module):
         return [StateSpec("conv", self.layer, shape, "batch channels time")]
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"conv.{self.layer}"
         b, c, u = self.in_proj(x).chunk(3, dim=-1)
-        y, tail = short_convolution(b * u, self.conv_weight, self.conv_bias, state[name])
+        y, tail = short_convolution(b * u, self.conv_weight, self.conv_bias, state[name], lengths)
         return self.out_proj(c * y), {name: tail}

@@ -114,15 +114,17 @@ class GatedBlock(nn.Module):
         self.out_proj = nn.Linear(sizes.inner_size, hidden_size, bias=False)
 
     def forward(
-        self, x: Tensor, state: dict[str, Tensor], position: Tensor
+        self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
-        y, after = self.recur(u, state)
+        y, after = self.recur(u, state, lengths)
         y = y + self.D.to(y.dtype) * u
         return self.out_proj(y * F.silu(gate)), after
 
-    def recur(self, u: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def recur(
+        self, u: Tensor, state: dict[str, Tensor], lengths: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the recurrence over the inputs `[B, T, D]`."""
         raise NotImplementedError
 
@@ -159,15 +161,17 @@ class Mixer(GatedBlock):
         layout = "batch channels state (one of each conjugate pair; read with factor 2)"
         return [StateSpec(kind, self.layer, shape, layout) for kind in ("ssm_re", "ssm_im")]
 
-    def recur(self, u: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def recur(
+        self, u: Tensor, state: dict[str, Tensor], lengths: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the recurrence over the inputs `[B, T, D]`."""
         b, c, g, theta = self.transition()
         names = [spec.name for spec in self.state_specs()]
         if theta is None:
-            y, h = diagonal(u, b, c, g, None, state[names[0]])
+            y, h = diagonal(u, b, c, g, None, state[names[0]], lengths)
             return y, {names[0]: h}
         pair = torch.stack([state[name] for name in names], dim=-1)
-        y, h = diagonal(u, b, c, g, theta, pair)
+        y, h = diagonal(u, b, c, g, theta, pair, lengths)
         return y, dict(zip(names, h.unbind(-1), strict=True))
 
     def transition(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
+from edgelin.export.passes.default_lengths import default_lengths
 from edgelin.export.passes.edit import drop_unused
 from edgelin.export.passes.experts import lower_experts
 from edgelin.export.passes.fold import fold
@@ -26,6 +27,7 @@ from edgelin.export.profiles import Profile
 
 def lower(model: ir.Model, profile: Profile) -> None:
     """Turn a traced graph into one of the profile; tied head and experts stay opaque."""
+    default_lengths(model)
     clean_reshapes(model)
     simplify_softplus(model)
     select_logits(model)

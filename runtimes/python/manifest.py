@@ -93,6 +93,7 @@ class Manifest:
         chunk: Number of steps a call should carry while reading many.
         num_logits_to_keep: Overridable initializer: how many last positions are answered, 0 for
             all.
+        lengths: Input that says how many steps of a call each row has; None: all rows are full.
         edgelin_version: Version of the exporter.
     """
 
@@ -112,6 +113,7 @@ class Manifest:
     max_time: int | None = None
     chunk: int = 64
     num_logits_to_keep: str = "num_logits_to_keep"
+    lengths: str | None = None
     edgelin_version: str = __version__
 
     def io_part(self) -> dict[str, Any]:
@@ -121,6 +123,7 @@ class Manifest:
             "input": self.input.as_dict(),
             "output": self.output.as_dict(),
             "num_logits_to_keep": self.num_logits_to_keep,
+            **({} if self.lengths is None else {"lengths": self.lengths}),
             "max_time": self.max_time,
             "states": [spec.as_dict() for spec in self.states],
             "profile": self.profile,
@@ -314,6 +317,7 @@ def _parse(cls: type[Manifest], content: Mapping[str, Any]) -> Manifest:
         max_time=content["max_time"],
         chunk=content["chunk"],
         num_logits_to_keep=content["num_logits_to_keep"],
+        lengths=content.get("lengths"),
         edgelin_version=content["edgelin_version"],
     )
 

@@ -28,6 +28,8 @@ def check_types(content: dict[str, Any]) -> None:
     _need(_is_version(content["min_onnxruntime"]), content["min_onnxruntime"],
           "min_onnxruntime", 'a version such as "1.25.1"')  # fmt: skip
     _text(content["num_logits_to_keep"], "num_logits_to_keep")
+    if content.get("lengths") is not None:
+        _text(content["lengths"], "lengths")
     for key, low in (("opset", 1), ("chunk", 1)):
         _whole(content[key], key, low)
     if content["max_time"] is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgelin.recurrences.exporting import is_exporting
+from edgelin.recurrences.lengths import last
 
 ACTIVATIONS = (None, "silu")
 
@@ -28,6 +29,7 @@ def short_convolution(
     weight: Tensor,
     bias: Tensor | None,
     state: Tensor,
+    lengths: Tensor | None = None,
     *,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -38,6 +40,8 @@ def short_convolution(
         weight: `[C, W]` taps; the last one meets the newest input.
         bias: `[C]`, or None.
         state: `[B, C, W - 1]` float32 inputs before ``x``, oldest first.
+        lengths: Steps that each row really has `[B]`, or None: all; see
+            :mod:`edgelin.recurrences.lengths`.
         activation: None or ``"silu"``.
 
     Returns:
@@ -47,11 +51,13 @@ def short_convolution(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {ACTIVATIONS}")
     if is_exporting():
-        result: tuple[Tensor, Tensor] = torch.ops.edgelin.short_convolution(
-            x, weight, bias, state, activation or "none"
-        )
-        return result
-    return _shifted_products(x, weight, bias, state, activation)
+        y, tail = torch.ops.edgelin.short_convolution(x, weight, bias, state, activation or "none")
+    else:
+        y, tail = _shifted_products(x, weight, bias, state, activation)
+    if lengths is not None:
+        history = torch.cat([state.transpose(1, 2), x.to(state.dtype)], dim=1)
+        tail = last(history, lengths, state.shape[2]).transpose(1, 2)
+    return y, tail
 
 
 def _shifted_products(

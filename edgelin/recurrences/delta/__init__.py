@@ -26,6 +26,7 @@ from edgelin.recurrences import widths
 from edgelin.recurrences.delta import chunked
 from edgelin.recurrences.dplr import dplr
 from edgelin.recurrences.exporting import is_exporting
+from edgelin.recurrences.lengths import masked
 
 
 def delta(
@@ -37,6 +38,7 @@ def delta(
     state: Tensor,
     *,
     scale: float = 1.0,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the (gated) delta rule over a stretch of tokens.
 
@@ -54,10 +56,13 @@ def delta(
             decay.
         state: State before the first token `[B, H, K, V]`, float32 (float64 with float64 values).
         scale: Factor of the outputs.
+        lengths: Steps that each row really has ``[B]``, or None: all; see
+            :mod:`edgelin.recurrences.lengths`.
 
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
     """
+    beta, g = masked(beta, lengths), None if g is None else masked(g, lengths)
     if not is_exporting():
         q, k = by_value_head(q, k, v)
     if _by_key(g) and not is_exporting():

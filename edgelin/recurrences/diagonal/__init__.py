@@ -25,10 +25,17 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences.diagonal import chunked
+from edgelin.recurrences.lengths import masked
 
 
 def diagonal(
-    x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    g: Tensor,
+    theta: Tensor | None,
+    state: Tensor,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the diagonal recurrence over a stretch of tokens, of any length from 1.
 
@@ -40,14 +47,26 @@ def diagonal(
             as -90.
         theta: Angle of Λ in the shape of ``g``, or None: everything is real.
         state: State before the first token ``[B, D, N]``, complex ``[B, D, N, 2]``, float32.
+        lengths: Steps that each row really has ``[B]``, or None: all; see
+            :mod:`edgelin.recurrences.lengths`. A constant Λ then costs as much as a selective one.
 
     Returns:
         ``(y, state)``: outputs ``[B, T, D]`` in the dtype of ``x``, the state after the last
         token. A skip connection from x to y is the caller's.
     """
     _check(b, c, g, theta, state)
+    if lengths is not None:
+        x, g = masked(x, lengths), _ended(g, lengths, x)
+        theta = None if theta is None else _ended(theta, lengths, x)
     result: tuple[Tensor, Tensor] = torch.ops.edgelin.diagonal(x, b, c, g, theta, state)
     return result
+
+
+def _ended(weight: Tensor, lengths: Tensor, x: Tensor) -> Tensor:
+    """g or theta, a token, with a Λ of 1 behind the end of every row."""
+    if weight.dim() == 2:
+        weight = weight.expand(*x.shape[:2], *weight.shape)
+    return masked(weight, lengths)
 
 
 def _check(b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor) -> None:

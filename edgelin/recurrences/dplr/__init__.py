@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from edgelin.recurrences import widths
 from edgelin.recurrences.dplr import chunked
+from edgelin.recurrences.lengths import masked
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -38,6 +39,7 @@ def dplr(
     state: Tensor,
     *,
     scale: float = 1.0,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a stretch of tokens, of any length from 1.
 
@@ -50,10 +52,13 @@ def dplr(
         g: Log decays `[B, T, H, K]`, float32, <= 0; below -90 they count as -90.
         state: State before the first token `[B, H, K, V]`, float32 (float64 with float64 values).
         scale: Factor of the outputs.
+        lengths: Steps that each row really has ``[B]``, or None: all; see
+            :mod:`edgelin.recurrences.lengths`.
 
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
     """
+    k, b, g = (masked(x, lengths) for x in (k, b, g))
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor

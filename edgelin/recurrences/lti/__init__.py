@@ -24,10 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgelin.recurrences import CHUNK
+from edgelin.recurrences.exporting import is_exporting
+from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.lti import chunked
 
 
-def lti(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def lti(
+    x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a stretch of tokens, of any length from 1.
 
     Args:
@@ -36,6 +41,8 @@ def lti(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tens
         b: Discrete input weights B ``[D, N]``.
         c: Output weights C ``[D, N]``.
         state: State before the first token ``[B, D, N]``, float32.
+        lengths: Steps that each row really has ``[B]``, or None: all; see
+            :mod:`edgelin.recurrences.lengths`.
 
     Returns:
         ``(y, state)``: outputs ``[B, T, D]`` in the dtype of ``x``, the state after the last token.
@@ -44,8 +51,29 @@ def lti(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tens
     if a.shape != (*b.shape, size) or c.shape != b.shape or state.shape[1:] != b.shape:
         shapes = ", ".join(str(tuple(v.shape)) for v in (a, b, c, state))
         raise ValueError(f"a, b, c, state are {shapes}; need [D, N, N], [D, N], [D, N], [B, D, N]")
+    x = masked(x, lengths)  # a convolution by FFT rounds all outputs by all inputs
     result: tuple[Tensor, Tensor] = torch.ops.edgelin.lti(x, a, b, c, state)
-    return result
+    return result if lengths is None else (result[0], _ended(x, (a, b, c), state, lengths))
+
+
+def _ended(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], state: Tensor, lengths: Tensor
+) -> Tensor:
+    """The state at the end of every row, L: A^L h, and what its inputs write.
+
+    No input stops a constant A; so the inputs move to the end of the call, behind zeros.
+    """
+    time = x.shape[1]
+    at = torch.arange(time, device=x.device) - (time - lengths[:, None])
+    moved = x.gather(1, at.clamp(min=0)[..., None].expand_as(x))
+    moved = moved.masked_fill((at < 0)[..., None], 0.0)
+    written = torch.ops.edgelin.lti(moved, *weights, torch.zeros_like(state))[1]
+    h, power = state[..., None].to(weights[0].dtype), weights[0]
+    for digit in range(CHUNK.bit_length() if is_exporting() else time.bit_length()):
+        is_set = (lengths // 2**digit % 2 == 1)[:, None, None, None]
+        h = torch.where(is_set, power @ h, h)
+        power = power @ power
+    return h[..., 0].to(state.dtype) + written
 
 
 @torch.library.custom_op("edgelin::lti", mutates_args=())

@@ -27,18 +27,23 @@ import torch
 from torch import Tensor
 
 from edgelin.recurrences.chunks import outside_autocast
+from edgelin.recurrences.lengths import last
 from edgelin.recurrences.rnn import reference
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
 
 
-def rnn(u: Tensor, weight: Tensor, state: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+def rnn(
+    u: Tensor, weight: Tensor, state: Tensor, lengths: Tensor | None = None, *, activation: str
+) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a stretch of tokens, of any length from 1, one after the other.
 
     Args:
         u: Inputs ``[B, T, D]``, float32 or bfloat16 (float64 on CPU).
         weight: a ``[D]`` or W ``[D, D]``, float32.
         state: State before the first token ``[B, D]``, float32.
+        lengths: Steps that each row really has ``[B]``, or None: all; see
+            :mod:`edgelin.recurrences.lengths`.
         activation: f, one of ``ACTIVATIONS``.
 
     Returns:
@@ -51,7 +56,10 @@ def rnn(u: Tensor, weight: Tensor, state: Tensor, *, activation: str) -> tuple[T
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     result: tuple[Tensor, Tensor] = torch.ops.edgelin.rnn(u, weight, state, activation)
-    return result
+    if lengths is None:
+        return result
+    z = torch.cat([state[:, None], result[0].to(state.dtype)], dim=1)  # every state is an output
+    return result[0], last(z, lengths, 1)[:, 0]
 
 
 @torch.library.custom_op("edgelin::rnn", mutates_args=())

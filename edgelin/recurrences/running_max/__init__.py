@@ -23,16 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgelin.recurrences.lengths import last
 from edgelin.recurrences.running_max import scan
 
 
-def running_max(x: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def running_max(
+    x: Tensor, g: Tensor, state: Tensor, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a sequence, of any length from 1.
 
     Args:
         x: Exponents ``[B, T, C]``, float32 (float64 on CPU).
         g: Log decay <= 0 ``[B, T, C]``, in the dtype of ``x``; finite, and without a floor.
         state: m before the first token ``[B, C]``, likewise; finite.
+        lengths: Steps that each row really has ``[B]``, or None: all; see
+            :mod:`edgelin.recurrences.lengths`.
 
     Returns:
         ``(m, state)``: m ``[B, T, C]``, never below ``x``, and m after the last token.
@@ -41,22 +46,28 @@ def running_max(x: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         shapes = [tuple(v.shape) for v in (x, g, state)]
         raise ValueError(f"x, g, state are {shapes}, need [B, T, C] twice and [B, C]")
     result: tuple[Tensor, Tensor] = torch.ops.edgelin.running_max(x, g, state)
-    return result
+    if lengths is None:
+        return result
+    m = torch.cat([state[:, None], result[0]], dim=1)  # every state is an output
+    return result[0], last(m, lengths, 1)[:, 0]
 
 
-def stabilised(x: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def stabilised(
+    x: Tensor, g: Tensor, state: Tensor, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a memory with input gates exp(x) needs: gates and decays of exp(-m_t) S_t.
 
     Args:
         x: As in :func:`running_max`.
         g: As there.
         state: As there.
+        lengths: As there; the memory must get them too.
 
     Returns:
         ``(gate, decay, m, state)``: input gates exp(x_t - m_t) in 0..1, log decays
         g_t + m_{t-1} - m_t <= 0 and m, all ``[B, T, C]``, and m after the last token.
     """
-    m, after = running_max(x, g, state)
+    m, after = running_max(x, g, state, lengths)
     before = torch.cat([state[:, None], m], dim=1)[:, :-1]
     # Where the old maximum stays the decay is 0, but for rounding to either side.
     decay = (g + before - m).clamp(max=0)
