@@ -253,6 +253,14 @@ def test_a_dialogue_at_a_terminal(talker: Path, monkeypatch: pytest.MonkeyPatch)
     assert "decode   24 tokens" in result.stderr
 
 
+def test_a_system_text_as_a_capsule(talker: Path) -> None:
+    settings = ["--max-tokens", "12", "--temperature", "0"]
+    whole = _run(talker, "Hello", "--chat", "--system", "Be brief", *settings).stdout
+    made = CliRunner().invoke(main, ["prompt", str(talker), "Be brief", "--chat", "--name", "s"])
+    assert made.exit_code == 0, made.output
+    assert _run(talker, "Hello", "--chat", "--capsule", "s", *settings).stdout == whole
+
+
 def test_chat_errors(talker: Path, tiny: Any, sensor: Any) -> None:
     assert "has no chat template" in _failed(_run(tiny.path, "--chat", "a"))
     assert "--system needs --chat" in _failed(_run(talker, "a", "--system", "b"))

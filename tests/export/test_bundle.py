@@ -23,6 +23,7 @@ from edgelin.export import bundle as bundles
 from edgelin.export import golden, profiles, store
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.trace import trace
+from edgelin.export.verify_golden import replay_golden
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.signature import Tokens
 
@@ -209,6 +210,21 @@ def test_existing_target_is_kept_or_replaced(quick: Callable[..., Any], tmp_path
     assert report.bundle == out
     assert Manifest.read(out).default_variant == "model"
     _nothing_left(tmp_path, "out")
+
+
+def test_capsules_go_with_the_bundle_that_made_them(
+    bundle: Path, quick: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(bundle, tmp_path / "out")
+    opened = edgelin.load(out, threads=1)
+    stream = opened.stream()
+    stream.feed([1, 2, 3])
+    opened.add_capsule("sys", stream, default=True)
+    replay_golden(edgelin.load(out, threads=1))  # begins at the beginning all the same
+    quick(out, force=True)
+    assert "is replaced with its capsules (sys): make them again" in capsys.readouterr().err
+    assert Manifest.read(out).capsules == {} and not (out / "capsules").exists()
+    assert edgelin.load(out, threads=1).stream().position == 0
 
 
 def test_a_target_that_appears_meanwhile_is_kept(

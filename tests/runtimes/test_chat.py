@@ -111,6 +111,24 @@ def test_turns_are_those_of_transformers(
     assert said == wanted
 
 
+def test_a_system_text_read_alone_begins_the_dialogue(
+    build: Any, tmp_path: Path, template: str
+) -> None:
+    talking(build, tmp_path / "b", template)
+    bundle = edgelin.load(tmp_path / "b")
+    system = "Be brief. <|end|>"
+    if template is INSTRUCT:  # which writes it into the first turn
+        with pytest.raises(EdgelinError, match="puts the system text into the first turn"):
+            chat.opening(bundle, system)
+        return
+    ids = [*chat.opening(bundle, system), *chat.turn(bundle, " Grüße! ", first=False)]
+    whole = chat.turn(bundle, " Grüße! ", system=system)
+    said, wanted = (b"".join(map(bundle.text.source_bytes, found)) for found in (ids, whole))
+    assert said == wanted and ids.count(0) == whole.count(0)
+    with pytest.raises(EdgelinError, match="system text is empty"):
+        chat.opening(bundle, " ")
+
+
 def test_the_year_is_this_one(build: Any, tmp_path: Path) -> None:
     talking(build, tmp_path / "b", THINKING)
     bundle = edgelin.load(tmp_path / "b")
