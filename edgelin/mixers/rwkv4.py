@@ -127,9 +127,9 @@ class Mixer(nn.Module):
         speed = at_least_float32(self.decay).exp()
         gate, decay, m, m_after = stabilised(k, -speed.expand_as(k), maximum, lengths)
         inputs = torch.cat([v, torch.ones_like(v)], dim=-1)
-        b, g = (torch.cat([part, part], dim=-1)[..., None] for part in (gate, decay))
+        gates, g = (torch.cat([part, part], dim=-1)[..., None] for part in (gate, decay))
         one = torch.ones(2 * self.config.inner_size, 1, dtype=v.dtype, device=v.device)
-        all_sums, after = diagonal(inputs, b, one, g, None, sums, lengths)
+        all_sums, after = diagonal(inputs, gates, one, g, None, sums, lengths)
         # A token reads what the one before it left.
         before = torch.cat([sums[:, None, :, 0], all_sums], dim=1)[:, :-1]
         m_before = torch.cat([maximum[:, None], m], dim=1)[:, :-1]
@@ -138,4 +138,5 @@ class Mixer(nn.Module):
         past, now = (m_before - top).exp(), (own - top).exp()
         weighted, weights = before.chunk(2, dim=-1)
         wkv = (past * weighted + now * v) / (past * weights + now)
-        return wkv, *after.chunk(2, dim=1), m_after
+        a, b = after.chunk(2, dim=1)
+        return wkv, a, b, m_after
