@@ -64,6 +64,7 @@ class Buffers:
         source = manifest.input
         self._inputs = np.zeros(batch * manifest.chunk * math.prod(source.step), source.dtype)
         self._keep = np.array([1], np.int64)
+        self._lengths = np.zeros(batch, np.int64)
         self._outputs = np.zeros(batch * manifest.output.size, np.float32)
         self._turn = 0
         # Turn, first row and number of rows -> their binding, and the call it was bound for last.
@@ -88,8 +89,22 @@ class Buffers:
         for array in self._sets[self._turn]:
             array[[one, other]] = array[[other, one]]
 
-    def run(self, inputs: Inputs, *, all_outputs: bool = False, first: int = 0) -> Outputs:
+    def run(
+        self,
+        inputs: Inputs,
+        *,
+        all_outputs: bool = False,
+        first: int = 0,
+        lengths: NDArray[np.int64] | None = None,
+    ) -> Outputs:
         """Read ``inputs`` [R, T] or [R, T, F], T <= chunk, and advance R rows from ``first`` on.
+
+        Args:
+            inputs: See above.
+            all_outputs: Whether to return the outputs of every step, not only of the last.
+            first: See above.
+            lengths: How many steps each row really has, [R]; None: all T. Only where the graph
+                takes them. Outputs behind the end of a row mean nothing.
 
         Returns:
             [R, 1, size], or [R, T, size] with ``all_outputs``; overwritten by the next call.
@@ -103,6 +118,7 @@ class Buffers:
             self._bound.clear()
         self._inputs[: inputs.size] = inputs.reshape(-1)
         self._keep[0] = 0 if all_outputs else 1
+        self._lengths[:rows] = time if lengths is None else lengths
         place = (self._turn, first, rows)
         binding = self._bindings.get(place) or self._bind(*place)
         if self._bound.get(place) != (time, all_outputs):
@@ -136,6 +152,9 @@ class Buffers:
         binding.bind_input(
             self._manifest.num_logits_to_keep, "cpu", 0, np.int64, [], self._keep.ctypes.data
         )
+        if self._manifest.lengths is not None:
+            address = self._lengths.ctypes.data
+            binding.bind_input(self._manifest.lengths, "cpu", 0, np.int64, [rows], address)
         return binding
 
     def _bind_growing(self, binding: onnxruntime.IOBinding, time: int) -> dict[int, State]:

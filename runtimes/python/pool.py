@@ -5,8 +5,9 @@ tensors. A call reads the front rows, or a single row anywhere; rows change plac
 needs others, which costs a copy of their states and happens when streams come and go, not at every
 step. A row that is not in a call is not touched, bit for bit.
 
-Streams of a call may read different numbers of steps. None is filled up: with 9, 5 and 5 steps to
-read, all three rows read 5, then the first one reads 4 more. So no padding reaches a state.
+Streams of a call may read different numbers of steps. With 9, 5 and 5 of them to read, all three
+rows read 5, then the first one reads 4 more. A graph that takes ``lengths`` may also read all of
+them in one call, where that is cheaper; what fills the shorter rows up never reaches their states.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import capsules, state_file
@@ -31,6 +32,9 @@ from edgelin.runtimes.text import TextTail
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle
+
+# What a call costs besides its steps, in steps: about as long as a row takes to read so many.
+_CALL_COST = 8
 
 
 class LostError(EdgelinError):
@@ -268,7 +272,8 @@ class Pool:
             rows: Inputs = self._bundle.manifest.input.check(given, 1)[0]
         except EdgelinError as error:
             raise EdgelinError(f"slot {slot}: {error}") from None
-        return rows[0]
+        row: Inputs = rows[0]
+        return row
 
     def _refuse_lost(self, row: _Row) -> None:
         """Refuse to go on from a state that a failed call left half written."""
@@ -297,17 +302,34 @@ class Pool:
 
     def _read(self, rows: list[_Row], first: int, steps: Mapping[int, Inputs]) -> None:
         """Read the steps of neighbouring rows, of which none has more than the one before it."""
-        done = 0
-        source, chunk = self._bundle.manifest.input, self._bundle.manifest.chunk
+        done, source = 0, self._bundle.manifest.input
         while rows:
-            time = min(chunk, len(steps[rows[-1].slot]) - done)
-            inputs = np.stack([steps[row.slot][done : done + time] for row in rows])
-            outputs = self._buffers.run(inputs.astype(source.dtype, copy=False), first=first)
+            lengths = np.array([len(steps[row.slot]) - done for row in rows])
+            time = self._call_length(lengths)
+            lengths = np.minimum(lengths, time)
+            inputs = np.zeros((len(rows), time, *source.step), source.dtype)
+            for line, row, length in zip(inputs, rows, lengths, strict=True):
+                line[:length] = steps[row.slot][done : done + length]
+            outputs = self._buffers.run(inputs, first=first, lengths=lengths)
             done += time
             for row, answer in zip(rows, outputs[:, -1], strict=True):
-                if len(steps[row.slot]) == done and np.isfinite(answer).all():
+                if len(steps[row.slot]) <= done and np.isfinite(answer).all():
                     self._finish(row, answer, steps[row.slot])
             rows = [row for row in rows if len(steps[row.slot]) > done]
+
+    def _call_length(self, lengths: NDArray[np.int64]) -> int:
+        """Steps of the next call for rows that have still so many to read, descending.
+
+        As many as the shortest has; where rows may be filled up, as many as a longer one has if
+        the calls that this saves cost more than the steps that it wastes.
+        """
+        chunk = self._bundle.manifest.chunk
+        times = np.unique(np.minimum(lengths, chunk))
+        if self._bundle.manifest.lengths is None:
+            return int(times[0])
+        wasted = [np.maximum(time - lengths, 0).sum() for time in times]
+        gain = [_CALL_COST * i - waste for i, waste in enumerate(wasted)]
+        return int(times[np.argmax(gain)])
 
     def _finish(self, row: _Row, outputs: Outputs, steps: Inputs) -> None:
         """Note that a stream has read all of its steps."""
