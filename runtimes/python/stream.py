@@ -260,8 +260,20 @@ class Stream:
         Raises:
             EdgelinError: The file is damaged, or of another model or batch size.
         """
-        saved, bundle = state_file.read(Path(path)), self._bundle
-        state_file.check(saved, path, bundle.manifest, variant=bundle.variant, batch=self._batch)
+        self.restore(state_file.read(Path(path)), path)
+
+    def restore(self, saved: state_file.SavedStream, where: str | Path = "the stream") -> None:
+        """Go to the state that :meth:`saved` has given.
+
+        Args:
+            saved: Of a stream of the same model.
+            where: What it is called in errors.
+
+        Raises:
+            EdgelinError: It is damaged, or of another model or batch size.
+        """
+        bundle = self._bundle
+        state_file.check(saved, where, bundle.manifest, variant=bundle.variant, batch=self._batch)
         self._restore(Snapshot.of(saved, bundle.manifest))
         self._begin_history()
 
