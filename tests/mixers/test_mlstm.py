@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from export_models import session
 from loops import mlstm
 from loops.common import EPS, HIDDEN, LAYER, LINEAR
 
 from edgelin import mixers
+from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
+from edgelin.export import passes
+from edgelin.export.profiles import PROFILES
+from edgelin.export.trace import trace
+from edgelin.model import SequenceModel
 
 
 def build(**changes: Any) -> Any:
@@ -40,6 +47,27 @@ def test_gates_at_their_ends_are_the_loop(cap: float, write: float, forget: floa
         assert (tensor - torch.from_numpy(after[name])).abs().max() < 1e-5 * scale, name
     y.square().sum().backward()
     assert all(p.grad.isfinite().all() for p in mixer.parameters())
+
+
+@pytest.mark.parametrize("profile", list(PROFILES))
+def test_graphs_refuse_more_than_a_chunk(profile: str) -> None:
+    """The running maximum is one chunk's in every profile, whatever length the rest would take."""
+    config = ModelConfig(
+        vocab_size=50,
+        hidden_size=HIDDEN,
+        intermediate_size=0,
+        layers=("m",),
+        mixers={"m": {"type": "mlstm", **LINEAR}},
+    )
+    model = SequenceModel(config).eval().requires_grad_(False)
+    graph = trace(model)
+    passes.lower(graph, PROFILES[profile])
+    passes.finish(graph, PROFILES[profile])
+    runner, state = session(graph), model.initial_state(1)
+    feeds: dict[str, Any] = {s.input_name: state[s.name].numpy() for s in model.state_specs()}
+    runner.run(None, {**feeds, "input_ids": np.zeros((1, 64), np.int64)})
+    with pytest.raises(Exception, match="out of data bounds"):
+        runner.run(None, {**feeds, "input_ids": np.zeros((1, 65), np.int64)})
 
 
 def test_at_first_heads_write_little_and_forget_slowly() -> None:
