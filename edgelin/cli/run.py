@@ -84,6 +84,8 @@ def command(
         raise EdgelinError("--system needs --chat; put it into the prompt instead")
     if load_state is not None and capsule is not None:
         raise EdgelinError("give --load-state or --capsule, not both: either says where to begin")
+    if save_state is None and _given(["state_dtype"]):
+        raise EdgelinError("--state-dtype needs --save-state, the file that it is for")
     state_codec.check(state_dtype)
     options = Sampling(**sampling)
     dialogue = chat and prompt is None and file is None and _at_terminal()

@@ -91,6 +91,7 @@ def test_smaller_files(tiny: Any, tmp_path: Path) -> None:
               "--state-dtype", dtype)  # fmt: skip
         assert saved.stat().st_size == sizes[dtype]
         _done("run", tiny.path, "--load-state", out, *SETTINGS)
+    assert "needs --save-state" in _failed("run", tiny.path, "The", "--state-dtype", "int8")
     assert sizes["float32"] - sizes["float16"] == pytest.approx(2 * 60, abs=16)  # of [6, 10]
 
 

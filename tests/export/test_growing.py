@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,29 @@ def test_fork_reset_and_state_files_go_on_alike(bundle: Bundle, tmp_path: Path) 
         outputs = [stream.feed(piece) for stream in streams]
         assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
     assert {stream.state_bytes for stream in streams} == {FIXED + 300 * GROWTH}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_way_back(bundle: Bundle, batch: int) -> None:
+    stream, seen = bundle.stream(batch), {}
+    stream.checkpoint(every=50)
+    for count in (1, 64, 65, 3, 1, 66):
+        stream.feed(IDS[:batch, stream.position : stream.position + count])
+        seen[stream.position] = [array.tobytes() for array in stream.states().values()]
+    for position in sorted(seen, reverse=True):
+        stream.rewind(position)
+        assert [array.tobytes() for array in stream.states().values()] == seen[position]
+
+
+def test_rows_begin_in_a_capsule(folder: Path, tmp_path: Path) -> None:
+    opened = edgelin.load(shutil.copytree(folder / "bundle", tmp_path / "bundle"), threads=1)
+    for dtype, away in (("float32", 1e-6), ("float16", 0.01), ("int8", 0.1)):
+        opened.add_capsule("sys", read(opened, 70), dtype=dtype)
+        stream = opened.stream(3, capsule="sys")
+        found = stream.feed(IDS[:, 70:90])
+        for row, wanted in zip(found, IDS[:, 70:90], strict=True):
+            right = read(opened, 70).feed(wanted)
+            np.testing.assert_allclose(row, right, rtol=0, atol=away * np.abs(right).max())
 
 
 def test_a_failed_call_changes_nothing(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
