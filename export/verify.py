@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgelin.errors import EdgelinError
-from edgelin.export.verify_forms import Array, Form, OnnxForm, Record, State, replay
+from edgelin.export.verify_forms import (
+    Array,
+    Form,
+    OnnxForm,
+    Record,
+    State,
+    relative_error,
+    replay,
+)
 from edgelin.export.verify_golden import golden_steps, replay_golden
 from edgelin.export.verify_quality import bits, qualities
 from edgelin.export.verify_report import (
@@ -33,6 +41,7 @@ from edgelin.export.verify_report import (
     Difference,
     Verification,
 )
+from edgelin.export.verify_streams import ragged_rows
 from edgelin.runtimes import load as open_bundle
 from edgelin.runtimes.buffers import initial_state
 from edgelin.runtimes.manifest import HASH_LIMIT, FileRecord, Manifest
@@ -136,6 +145,7 @@ def _verify(
             progress(f"{name}: recurrence with its rounded weights, in float64")
             own = _rounded_truth(opened[name], checkpoint, weights, steps, state)
         result.comparisons += _graph_forms(opened[name], steps, state, own, tolerance)
+        result.comparisons += _streams(opened[name], tolerance)
     _qualities(opened, checkpoint, data, result)
     return result
 
@@ -147,13 +157,6 @@ def compare(record: Record, truth: Record, length: int) -> list[Difference]:
         for name, rows in record.items()
         if name in truth
     ]
-
-
-def relative_error(x: Array, y: Array) -> float:
-    """max|x - y| / max|y| in float64; infinite where x is not finite."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
-    error = float(np.abs(x - y).max() / max(np.abs(y).max(), np.finfo(np.float64).tiny))
-    return error if np.isfinite(error) else float("inf")
 
 
 def _check_files(manifest: Manifest, bundle: Path) -> None:
@@ -187,7 +190,8 @@ def _checked_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> dict
     from edgelin.export.verify_weights import check_weights, computed_constants, read_weights
 
     weights = read_weights(checkpoint)
-    rebuild = cache(partial(computed_constants, checkpoint, manifest.profile))
+    lengths = manifest.lengths is not None
+    rebuild = cache(partial(computed_constants, checkpoint, manifest.profile, lengths=lengths))
     for variant in manifest.variants.values():
         check_weights(bundle / variant.file, weights, rebuild)
     return weights
@@ -262,6 +266,14 @@ def _graph_forms(
         Comparison(name, "chunks", TRUTH, exact, chunks_beside(truth)),
     ]
     return [*beside_truth, beside_steps] if quantised else beside_truth
+
+
+def _streams(bundle: Bundle, tolerance: float) -> list[Comparison]:
+    """Ragged calls of a graph that takes them."""
+    limit = tolerance if bits(bundle) is None else max(tolerance, QUANTISED_TOLERANCE)
+    steps = golden_steps(bundle.manifest, bundle.path)[0]
+    found = ragged_rows(bundle, steps, limit)
+    return [] if found is None else [found]
 
 
 def _rounded_truth(

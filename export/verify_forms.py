@@ -37,14 +37,16 @@ class OnnxForm:
         self.names = [spec.name for spec in bundle.manifest.states]
         self.buffers = Buffers(bundle.session, bundle.manifest, batch, in_place=bundle.in_place)
 
-    def __call__(self, steps: Array, state: State) -> tuple[dict[str, Array], State]:
-        """Run ``steps`` [B, T, ...] in one call, T <= chunk.
+    def __call__(
+        self, steps: Array, state: State, lengths: Array | None = None
+    ) -> tuple[dict[str, Array], State]:
+        """Run ``steps`` [B, T, ...] in one call, T <= chunk, each row as far as ``lengths`` [B].
 
         Raises:
             EdgelinError: A result is not finite.
         """
         self.buffers.load([state[name] for name in self.names])
-        outputs = self.buffers.run(steps, all_outputs=True).copy()
+        outputs = self.buffers.run(steps, all_outputs=True, lengths=lengths).copy()
         copies = (array.copy() for array in self.buffers.states)
         states: State = dict(zip(self.names, copies, strict=True))
         for name, values in [(self.output, outputs), *states.items()]:
@@ -54,6 +56,13 @@ class OnnxForm:
                     "its weights are damaged, or the model was: export a sound checkpoint"
                 )
         return {self.output: outputs}, states
+
+
+def relative_error(x: Array, y: Array) -> float:
+    """max|x - y| / max|y| in float64; infinite where x is not finite."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    error = float(np.abs(x - y).max() / max(np.abs(y).max(), np.finfo(np.float64).tiny))
+    return error if np.isfinite(error) else float("inf")
 
 
 def replay(form: Form, steps: Array, state: State, *, size: int) -> Record:

@@ -71,14 +71,19 @@ def read_weights(checkpoint: Path) -> dict[str, Array]:
     return {k: v.detach().numpy() for k, v in own.items() if v.is_floating_point()}
 
 
-def computed_constants(checkpoint: Path, profile: str) -> list[Array]:
+def computed_constants(checkpoint: Path, profile: str, *, lengths: bool = False) -> list[Array]:
     """What an export works out of the parameters, such as a diagonal recurrence's decay.
 
     Traces the model, which takes a while.
+
+    Args:
+        checkpoint: Folder in our own format.
+        profile: Name of the profile.
+        lengths: Whether the graph takes rows of different lengths.
     """
     chosen = find(profile)
     model = load(checkpoint)
-    graph = trace(model)
+    graph = trace(model, lengths=lengths)
     passes.lower(graph, chosen)
     passes.finish(graph, chosen)
     own = checkpoints.own_tensors(model)

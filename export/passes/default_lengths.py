@@ -18,6 +18,8 @@ def default_lengths(model: ir.Model) -> bool:
     found = next((value for value in model.graph.inputs if value.name == LENGTHS), None)
     if found is None:
         return False
+    # A size of its own: onnxruntime would take the default, one number, for one a row.
+    found.shape = ir.Shape(["batch_or_one"])
     found.const_value = ir.Tensor(np.array([np.iinfo(np.int64).max]), name=LENGTHS)
     model.graph.register_initializer(found)
     source = model.graph.inputs[0]
