@@ -24,6 +24,7 @@ from edgelin.experts import Experts
 from edgelin.export import attention as attentions
 from edgelin.export import contract, golden, passes, store, target
 from edgelin.export.attention import Attention, Cost
+from edgelin.export.golden import Errors
 from edgelin.export.measure import measure
 from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import RECIPES, Outcome, Recipe
@@ -33,6 +34,7 @@ from edgelin.export.rounding import Rounded
 from edgelin.export.step_form import step_form
 from edgelin.export.target import COPIED
 from edgelin.export.trace import trace
+from edgelin.export.verify_streams import ragged_error
 from edgelin.families import convert
 from edgelin.files import staging
 from edgelin.model import SequenceModel
@@ -53,6 +55,7 @@ def export_checkpoint(
     force: bool = False,
     attention: str = "full",
     text: str | None = None,
+    streams: bool = False,
 ) -> Report:
     """Write a bundle.
 
@@ -65,6 +68,7 @@ def export_checkpoint(
         attention: What layers that attend to all tokens become: ``"full"``, ``"window=N"`` or
             ``"window=N,sinks=M"``.
         text: Measure on it what a window costs.
+        streams: Whether the graphs take rows of different lengths in one call.
 
     Returns:
         What was measured.
@@ -91,7 +95,8 @@ def export_checkpoint(
         if text is not None:
             _say(f"measuring {choice} on the text")
             cost = attentions.cost(own, used, choice, text)
-        return _export(used, out, recipes, chosen, (choice, cost), force=force)
+        options = {"force": force, "streams": streams}
+        return _export(used, out, recipes, chosen, (choice, cost), **options)
 
 
 def _export(
@@ -102,6 +107,7 @@ def _export(
     attention: tuple[Attention, Cost | None],
     *,
     force: bool,
+    streams: bool,
 ) -> Report:
     """:func:`export_checkpoint` of a checkpoint of ours, with everything checked before."""
     model, config = checkpoints.load(checkpoint)
@@ -113,7 +119,7 @@ def _export(
     if config.features is None:
         _check_tokenizer(checkpoint / "tokenizer.json", config.vocab_size)
     with staging(out) as folder:
-        report = _Export(checkpoint, model, chosen, folder, attention).run(recipes)
+        report = _Export(checkpoint, model, chosen, folder, attention, streams).run(recipes)
         failures = report.failures()
         report.bundle = target.failed(out) if failures else out
         target.put(folder, report.bundle, force=force or bool(failures))
@@ -127,9 +133,14 @@ class _Built:
     """One written graph."""
 
     variant: Variant
-    bits: int
+    recipe: Recipe | None
     nodes: dict[str, int]
     outcome: Outcome
+
+    @property
+    def bits(self) -> int:
+        """Of the matrices."""
+        return 32 if self.recipe is None else self.recipe.bits
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,7 @@ class _Export:
     profile: Profile
     folder: Path
     attention: tuple[Attention, Cost | None]
+    streams: bool
 
     def run(self, recipes: dict[str, Recipe | None]) -> Report:
         """Write and check every variant, then the common files."""
@@ -153,6 +165,7 @@ class _Export:
             profile=self.profile,
             min_onnxruntime=_oldest(self.profile, self.model, recipes),
             default_variant=next(_FILES[name] for name in _PREFERRED if name in recipes),
+            lengths=self.streams,
         )
         built = self._build_all(recipes, manifest)
         variants = {key: one.variant for key, one in built.items()}
@@ -168,7 +181,7 @@ class _Export:
     ) -> dict[str, _Built]:
         """Trace once and make every variant; the trace's weights are gone afterwards."""
         _say(f"tracing {len(self.model.config.layers)} layers")
-        traced = trace(self.model)
+        traced = trace(self.model, lengths=self.streams)
         try:
             return {
                 _FILES[name]: self._build(traced.clone(), _FILES[name], recipe, manifest)
@@ -198,7 +211,7 @@ class _Export:
         record = None if recipe is None else recipe.as_dict()
         return _Built(
             Variant(written[0], file_records(self.folder, written), record),
-            32 if recipe is None else recipe.bits,
+            recipe,
             count_nodes([node.op_type for node in graph.graph]),
             outcome,
         )
@@ -207,22 +220,10 @@ class _Export:
         """Run the golden stream through every variant and write ``golden.json``."""
         _say("running the golden stream")
         specs, parameters = self.model.state_specs(), self.model.num_parameters()
-        wanted, exact = self._reference(), {}
-        for key, one in built.items():
-            exact[key] = self._reference(one.outcome.rounded) if one.outcome.rounded else wanted
+        wanted = self._reference()
+        exact = {key: self._own_weights(one, wanted) for key, one in built.items()}
         _drop_weights(self.model)
-        reports = {}
-        for key, one in built.items():
-            got = golden.replay(Bundle(self.folder, variant=key), wanted.inputs)
-            reports[key] = VariantReport(
-                bits=one.bits,
-                bytes=sum(record.bytes for record in one.variant.files.values()),
-                nodes=one.nodes,
-                graph=golden.compare(exact[key], got),
-                model=golden.compare(wanted, got),
-                matrices=one.outcome.matrices,
-                measured=measure(self.folder, key),
-            )
+        reports = {key: self._replay(key, one, wanted, *exact[key]) for key, one in built.items()}
         golden.write(self.folder, wanted, {key: found.model for key, found in reports.items()})
         return Report(
             bundle=self.folder,
@@ -237,11 +238,52 @@ class _Export:
             attention_cost=self.attention[1],
         )
 
-    def _reference(self, rounded: Mapping[str, Rounded] | None = None) -> golden.Stream:
+    def _own_weights(
+        self, one: _Built, wanted: golden.Stream
+    ) -> tuple[golden.Stream, Errors | None]:
+        """The golden stream in float64 with a graph's weights, and what rounded activations do."""
+        rounded, recipe = one.outcome.rounded, one.recipe
+        if not rounded or recipe is None:
+            return wanted, None
+        exact = self._reference(rounded)
+        noisy = self._reference(rounded, recipe.block_size)
+        return exact, golden.compare(exact, noisy)
+
+    def _reference(
+        self, rounded: Mapping[str, Rounded] | None = None, activation_block: int | None = None
+    ) -> golden.Stream:
         """The golden stream in float64."""
-        stream = golden.reference(self.model, rounded)
+        stream = golden.reference(self.model, rounded, activation_block=activation_block)
         _trim_heap()
         return stream
+
+    def _replay(
+        self,
+        key: str,
+        one: _Built,
+        wanted: golden.Stream,
+        exact: golden.Stream,
+        rounded_activations: Errors | None,
+    ) -> VariantReport:
+        """Run the golden stream through one variant."""
+        opened = Bundle(self.folder, variant=key)
+        got = golden.replay(opened, wanted.inputs)
+        floats = None
+        if rounded_activations is not None:
+            own = golden.replay_float(self.folder, one.variant, wanted.inputs)
+            floats = golden.compare(exact, own)
+        return VariantReport(
+            bits=one.bits,
+            bytes=sum(record.bytes for record in one.variant.files.values()),
+            nodes=one.nodes,
+            graph=golden.compare(exact, got),
+            model=golden.compare(wanted, got),
+            float_activations=floats,
+            rounded_activations=rounded_activations,
+            matrices=one.outcome.matrices,
+            ragged=ragged_error(opened, wanted.inputs),
+            measured=measure(self.folder, key),
+        )
 
     def _common(self) -> dict[str, FileRecord]:
         """Records of the files that no variant owns, as far as they are written."""

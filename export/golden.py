@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,11 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from edgelin.export.activations import RoundedActivations, float_activations, round_activations
 from edgelin.export.contract import signature
 from edgelin.export.rounding import Rounded
 from edgelin.layers import FeatureProjection
+from edgelin.recurrences import CHUNK
+from edgelin.runtimes.buffers import Buffers
 from edgelin.runtimes.distribution import divergence
-from edgelin.runtimes.session import Bundle
+from edgelin.runtimes.manifest import Manifest, Variant
+from edgelin.runtimes.session import Bundle, default_threads, open_session
 
 if TYPE_CHECKING:
     from edgelin.model import SequenceModel
@@ -58,7 +64,7 @@ class Stream:
     Args:
         inputs: int64 `[T]` tokens, or float32 `[T, F]` features.
         outputs: float64 `[T, size]`: logits, or the outputs of a model of features.
-        states: Name to the state after the last step, batch axis dropped.
+        states: Name to the state after the last step, batch axis dropped; empty: not compared.
         is_distribution: Whether softmax makes probabilities of the outputs.
     """
 
@@ -67,6 +73,12 @@ class Stream:
     states: dict[str, npt.NDArray[Any]]
     is_distribution: bool
 
+    def first(self, length: int) -> Stream:
+        """The first steps, without states."""
+        return dataclasses.replace(
+            self, inputs=self.inputs[:length], outputs=self.outputs[:length], states={}
+        )
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -74,7 +86,7 @@ class Errors:
 
     Args:
         outputs: Largest difference over the largest logit, or output of a model of features.
-        states: The same, of the worst state.
+        states: The same, of the worst state; None where none was compared.
         outputs_rms: Root mean square of the difference over that of the outputs.
         top1: Share of positions with the same likeliest token or class; None in a regression.
         kl: Mean Kullback-Leibler divergence from the model's distribution, in nat; None as above.
@@ -83,7 +95,7 @@ class Errors:
     """
 
     outputs: float
-    states: float
+    states: float | None
     outputs_rms: float
     top1: float | None
     kl: float | None
@@ -105,18 +117,31 @@ def inputs_of(model: SequenceModel) -> npt.NDArray[Any]:
     return steps
 
 
-def reference(model: SequenceModel, rounded: Mapping[str, Rounded] | None = None) -> Stream:
+def reference(
+    model: SequenceModel,
+    rounded: Mapping[str, Rounded] | None = None,
+    *,
+    activation_block: int | None = None,
+) -> Stream:
     """Run the model in float64, in one call from its initial state.
 
     Args:
         model: The model; not changed.
         rounded: Parameters to replace by their quantised values.
+        activation_block: Round also what these are multiplied with, to 8 bits in blocks so wide.
     """
     inputs = inputs_of(model)
     _, output = signature(model.config)
-    with torch.no_grad():
-        exact = _exact(model, rounded or {})
+    rounded = rounded or {}
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        exact = _exact(model, rounded)
+        head = exact.head_weight if exact.config.features is None else None
+        if activation_block is not None:
+            matrices = [p for name, p in exact.named_parameters() if name in rounded]
+            stack.enter_context(RoundedActivations(matrices, activation_block))
         hidden, states = exact.hidden(torch.from_numpy(inputs)[None], exact.initial_state(1, "cpu"))
+        if activation_block is not None and any(head is matrix for matrix in matrices):
+            hidden = round_activations(hidden, activation_block)
         outputs = _outputs(exact, hidden)
     return Stream(
         inputs,
@@ -203,8 +228,31 @@ def replay(bundle: Bundle, inputs: npt.NDArray[Any]) -> Stream:
     return Stream(inputs, np.concatenate(outputs).astype(np.float64), states, is_distribution)
 
 
+def replay_float(folder: Path, variant: Variant, inputs: npt.NDArray[Any]) -> Stream:
+    """Feed a chunk and a step to a quantised graph whose activations are left float.
+
+    Its kernels are slow, hence so few calls.
+
+    Args:
+        folder: The bundle.
+        variant: The graph.
+        inputs: As of :func:`replay`; its first ``CHUNK + 1`` steps are fed.
+    """
+    manifest = Manifest.read(folder)
+    with float_activations(folder / variant.file) as graph:
+        session = open_session(graph, default_threads())
+    buffers = Buffers(session, manifest, 1, in_place=False)
+    inputs = inputs[: CHUNK + 1]
+    outputs = [
+        buffers.run(piece[None], all_outputs=True)[0].astype(np.float64)
+        for piece in (inputs[:CHUNK], inputs[CHUNK:])
+    ]
+    return Stream(inputs, np.concatenate(outputs), {}, manifest.output.is_distribution)
+
+
 def compare(wanted: Stream, got: Stream) -> Errors:
-    """Measure the differences."""
+    """Measure the differences of the steps that ``got`` has, and of the states that both have."""
+    wanted = wanted if got.states else wanted.first(len(got.outputs))
     total = squares = distance = largest = scale = 0.0
     same = 0
     for start in range(0, len(wanted.outputs), _POSITIONS):  # a vocabulary may be large
@@ -223,7 +271,7 @@ def compare(wanted: Stream, got: Stream) -> Errors:
     count = len(wanted.outputs)
     return Errors(
         outputs=float(largest / max(scale, _LEAST)),
-        states=max(states, default=0.0),
+        states=max(states, default=None),
         outputs_rms=float(np.sqrt(squares / total)),
         top1=same / count if wanted.is_distribution else None,
         kl=distance / count if wanted.is_distribution else None,
@@ -254,7 +302,7 @@ def write(folder: Path, wanted: Stream, errors: dict[str, Errors]) -> None:
         "tolerance": {
             name: {
                 "logits": _short(max(_FLOOR * scale, _MARGIN * error.max_difference)),
-                "states": _short(max(_FLOOR, _MARGIN * error.states)),
+                "states": _short(max(_FLOOR, _MARGIN * (error.states or 0))),
             }
             for name, error in errors.items()
         },

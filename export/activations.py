@@ -1,0 +1,83 @@
+"""Activations of a quantised graph, which its kernels round to 8 bits.
+
+At accuracy_level 4, MatMulNBits and QMoE round what they multiply a matrix with, a block of 32
+along the last axis at a time:
+
+    s = max|x| / 127,   x' = s round(x / s)
+
+That is half a percent of every product, and how far it goes from there depends on the model: 0.013
+of the logits of a trained one of 8 layers, 0.45 of those of 24 layers with random weights. No fixed
+limit tells it from a fault. So a quantised graph is asked two questions, and both answers are exact
+for any depth and any scale of the logits:
+
+- :func:`float_activations`: is it the model with the rounded weights, when the same nodes over the
+  same file of weights leave their activations float (accuracy_level 0)? As near as a float graph.
+- :class:`RoundedActivations`: is it as far from that model as rounded activations must be? They are
+  rounded in the float64 model too; this is the same noise, drawn twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_LARGEST = 127
+_ATTRIBUTE = "accuracy_level"
+
+
+@contextlib.contextmanager
+def float_activations(graph: Path) -> Iterator[Path]:
+    """A quantised graph with float activations, over the same weights; the file is temporary."""
+    model = onnx.load(str(graph), load_external_data=False)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == _ATTRIBUTE:
+                attribute.i = 0
+    path = graph.with_name(f"{graph.stem}_float_activations.onnx")
+    try:
+        path.write_bytes(model.SerializeToString())
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class RoundedActivations(TorchFunctionMode):
+    """Rounds what a model in torch multiplies some of its matrices with.
+
+    Args:
+        matrices: The parameters; others keep exact activations.
+        block_size: Numbers that share a scale.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], block_size: int) -> None:
+        super().__init__()
+        self._matrices, self._block_size = matrices, block_size
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and self._is_rounded(args[1]):
+            args = (round_activations(args[0], self._block_size), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+    def _is_rounded(self, weight: Tensor) -> bool:
+        """Whether a weight is one of the matrices, or the part of one that an expert has."""
+        place = weight.untyped_storage().data_ptr()
+        return any(matrix.untyped_storage().data_ptr() == place for matrix in self._matrices)
+
+
+def round_activations(x: Tensor, block_size: int) -> Tensor:
+    """`[..., K]` as the kernels multiply with it."""
+    width = x.shape[-1]
+    blocks = F.pad(x, (0, -width % block_size)).unflatten(-1, (-1, block_size))
+    scale = blocks.abs().amax(-1, keepdim=True) / _LARGEST
+    steps = (blocks / scale.where(scale > 0, 1)).round()
+    rounded: Tensor = (scale * steps).flatten(-2)[..., :width]
+    return rounded

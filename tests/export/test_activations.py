@@ -1,0 +1,179 @@
+"""The gate of quantised graphs: right for a deep model whose rounded activations add up, and shut
+for any other fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import export_models
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+
+from edgelin import checkpoint, tokenizer
+from edgelin.config import ModelConfig
+from edgelin.errors import EdgelinError
+from edgelin.export import bundle as bundles
+from edgelin.export import golden
+from edgelin.export.activations import float_activations, round_activations
+from edgelin.export.bundle import export_checkpoint
+from edgelin.export.trace import trace
+from edgelin.model import SequenceModel
+
+LAYERS = 12
+
+
+def deep(layers: int) -> SequenceModel:
+    """Random weights so large that every layer multiplies what came into it."""
+    torch.manual_seed(0)
+    gdn = {"type": "gated_deltanet", "num_heads": 2, "key_dim": 16, "value_dim": 16}
+    config = ModelConfig(
+        vocab_size=export_models.VOCAB,
+        hidden_size=40,  # the last block of a row is not full
+        intermediate_size=64,
+        layers=("gdn",) * layers,
+        mixers={"gdn": gdn},
+    )
+    model = SequenceModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "conv" not in name:
+                parameter.normal_(std=3 * parameter.shape[1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("deep") / "model"
+    text = tokenizer.train(["a small text of a few words and more words " * 20], 300)
+    checkpoint.save(out, deep(LAYERS), text.to_str())
+    return out
+
+
+@pytest.fixture(scope="module")
+def traced(folder: Path) -> ir.Model:
+    return trace(checkpoint.load(folder)[0])
+
+
+@pytest.fixture
+def export(
+    folder: Path, traced: ir.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Any]:
+    """The int8 or int4 variant of the report of an export."""
+    monkeypatch.setattr(bundles, "trace", lambda model, **options: traced.clone())
+    monkeypatch.setattr(bundles, "measure", lambda bundle, key: {})
+
+    def run(bits: str) -> Any:
+        report = export_checkpoint(folder, tmp_path / "out", quantise=(bits,))
+        (variant,) = report.variants.values()
+        return variant
+
+    return run
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_rounded_activations_may_add_up(export: Callable[[str], Any], bits: str) -> None:
+    found = export(bits)
+    assert found.graph.outputs_rms > 0.1
+    assert found.rounded_activations.outputs_rms == pytest.approx(found.graph.outputs_rms, rel=0.2)
+    assert found.float_activations.outputs_rms < 1e-4
+    assert found.float_activations.states is None
+
+
+def _edited(edit: Callable[[Any], None], name: str) -> Callable[..., Any]:
+    """Rounding that changes an initializer of the graph afterwards."""
+    right = bundles.quantise_graph
+
+    def quantise(graph: ir.Model, *args: Any, **options: Any) -> Any:
+        outcome = right(graph, *args, **options)
+        value = graph.graph.initializers[name]
+        assert value.const_value is not None
+        array = value.const_value.numpy().copy()
+        edit(array)
+        value.const_value = ir.Tensor(array, name=name)
+        return outcome
+
+    return quantise
+
+
+def _one_scale(array: Any) -> None:
+    array[7, 0] *= 1.5
+
+
+def _one_code(array: Any) -> None:
+    array.reshape(-1)[5] ^= 0x40
+
+
+def _swap(array: Any) -> None:
+    array[[0, 1]] = array[[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("blocks.0.mixer.out_proj.weight_scales", _one_scale),
+        ("blocks.11.mlp.down_proj.weight_scales", _one_scale),
+        ("blocks.5.mlp.down_proj.weight_q8", _one_code),
+        ("blocks.11.mlp.down_proj.weight_q8", _swap),
+        ("blocks.3.mixer.beta_decay_proj.weight", _swap),
+        ("embedding.weight_q8", _swap),
+    ],
+)
+def test_a_wrong_weight_fails(
+    export: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, name: str, edit: Any
+) -> None:
+    monkeypatch.setattr(bundles, "quantise_graph", _edited(edit, name))
+    with pytest.raises(EdgelinError, match=r"model_q8: outputs with float activations are off by"):
+        export("int8")
+
+
+def test_a_wrong_kernel_fails(export: Callable[[str], Any], monkeypatch: Any) -> None:
+    """What only the arithmetic with rounded activations gets wrong."""
+    right = golden.replay
+
+    def wrong(*args: Any) -> golden.Stream:
+        stream = right(*args)
+        noise = np.random.default_rng(0).standard_normal(stream.outputs.shape)
+        return dataclasses.replace(
+            stream, outputs=stream.outputs + 0.7 * stream.outputs.std() * noise
+        )
+
+    monkeypatch.setattr(golden, "replay", wrong)
+    with pytest.raises(EdgelinError, match=r"off by .* which rounded activations do not explain"):
+        export("int8")
+
+
+@pytest.mark.parametrize("width", [1, 32, 40, 96])
+def test_round_activations(width: int) -> None:
+    """Beside a loop over the blocks."""
+    x = np.random.default_rng(width).standard_normal((3, 5, width)) * 10.0
+    x[0, 0] = 0
+    x[0, 1, :32] = 0
+    wanted = np.zeros_like(x)
+    for row, out in zip(x.reshape(-1, width), wanted.reshape(-1, width), strict=True):
+        for start in range(0, width, 32):
+            block = row[start : start + 32]
+            scale = np.abs(block).max() / 127
+            if scale:
+                out[start : start + 32] = [scale * round(v / scale) for v in block.tolist()]
+    found = round_activations(torch.from_numpy(x), 32)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12, atol=0)
+
+
+def test_float_activations(tmp_path: Path) -> None:
+    """One attribute is another; the file is gone afterwards."""
+    node = onnx.helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft",
+                                 bits=8, accuracy_level=4)  # fmt: skip
+    graph = onnx.helper.make_graph([node], "g", [], [])
+    path = tmp_path / "model_q8.onnx"
+    path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    with float_activations(path) as other:
+        (found,) = onnx.load(str(other)).graph.node
+        assert {a.name: a.i for a in found.attribute} == {"bits": 8, "accuracy_level": 0}
+        assert other.parent == path.parent and other != path
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
