@@ -4,13 +4,16 @@ A mixer module has ``Config``, a frozen dataclass read from ``model.mixers.<name
 
     Mixer(config, hidden_size, layer, norm_eps)
     mixer.state_specs() -> list[StateSpec]
-    mixer(x [B, T, d], state, position [B] int64) -> (y [B, T, d], new state)
+    mixer(x [B, T, d], state, position [B] int64, lengths=None) -> (y [B, T, d], new state)
 
 ``state`` is keyed by ``StateSpec.name``. One forward serves training (any T), prefill and decode
-(T = 1). ``Mixer.needs_position = True`` asks the model for the number of tokens already seen;
-``Mixer.shares = True`` for a fourth argument, a dictionary of tensors that all layers of one call
-share (RWKV-7 keeps the values of its first layer there), and for one call of ``follow(earlier)``,
-the mixers of the layers before it, when the model is built.
+(T = 1). ``lengths`` ``[B]`` int64 says how many of the T tokens each row really has; a mixer hands
+it to its recurrences, short convolutions and token shifts, which keep what stands behind the end
+out of the states (:mod:`edgelin.recurrences.lengths`). ``Mixer.needs_position = True`` asks the
+model for the number of tokens already seen; ``Mixer.shares = True`` for one more argument before
+``lengths``, a dictionary of tensors that all layers of one call share (RWKV-7 keeps the values of
+its first layer there), and for one call of ``follow(earlier)``, the mixers of the layers before it,
+when the model is built.
 
 Conventions: the projection back into the residual stream is ``out_proj`` (its initial weights
 shrink with depth); projections that make gates of the recurrence have ``beta`` or ``decay`` in
