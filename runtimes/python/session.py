@@ -175,7 +175,7 @@ def _test_run(
     digests = []
     for time in (min(_TEST_STEPS, manifest.chunk), 1):
         outputs = buffers.run(manifest.input.random(random, 1, time))
-        digests += [sha256(array).digest() for array in (outputs, *buffers.states)]
+        digests += [sha256(array.data).digest() for array in (outputs, *buffers.states)]
     return digests
 
 
