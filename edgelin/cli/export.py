@@ -48,6 +48,12 @@ from edgelin.errors import EdgelinError
     help="Report what that window costs in bits per byte of this UTF-8 file (also .xz or .gz; - is "
     "stdin).",
 )
+@click.option(
+    "--streams",
+    is_flag=True,
+    help="Let one call read prompts of different lengths, for many streams at once; a step costs "
+    "more.",
+)
 @click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one passed.")
 def command(
     checkpoint: Path,
@@ -56,6 +62,7 @@ def command(
     profile: str,
     attention: str,
     text: str | None,
+    streams: bool,
     force: bool,
 ) -> None:
     """Turn CHECKPOINT into a bundle that a device can run.
@@ -80,6 +87,7 @@ def command(
         force=force,
         attention=attention,
         text=None if text is None else read_text(text),
+        streams=streams,
     )
     click.echo(report.summary())
 

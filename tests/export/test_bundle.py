@@ -43,7 +43,7 @@ def bundle(
     """A bundle with every variant; tests must not change it."""
     out = tmp_path_factory.mktemp("bundle") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundles, "trace", lambda model: small_trace.clone())
+        patch.setattr(bundles, "trace", lambda model, **options: small_trace.clone())
         export_checkpoint(small_checkpoint, out, quantise=VARIANTS)
     yield out
 
@@ -53,7 +53,7 @@ def quick(
     small_checkpoint: Path, small_trace: ir.Model, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     """``export_checkpoint`` of one float variant, with nothing timed."""
-    monkeypatch.setattr(bundles, "trace", lambda model: small_trace.clone())
+    monkeypatch.setattr(bundles, "trace", lambda model, **options: small_trace.clone())
     monkeypatch.setattr(bundles, "measure", lambda folder, key: {})
 
     def run(out: Path, **options: Any) -> Any:
@@ -260,7 +260,9 @@ def test_a_link_to_a_folder_is_followed(
 def test_weights_that_are_not_finite_are_refused(
     small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundles, "trace", lambda model: pytest.fail("traced for nothing"))
+    monkeypatch.setattr(
+        bundles, "trace", lambda model, **options: pytest.fail("traced for nothing")
+    )
     broken = shutil.copytree(small_checkpoint, tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     tensors["norm.weight"][3] = float("nan")
@@ -283,7 +285,9 @@ def test_a_tokenizer_that_no_runtime_opens_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bundles, "trace", lambda model: pytest.fail("traced for nothing"))
+    monkeypatch.setattr(
+        bundles, "trace", lambda model, **options: pytest.fail("traced for nothing")
+    )
     broken = shutil.copytree(small_checkpoint, tmp_path / "broken")
     content = json.loads((broken / "tokenizer.json").read_text())
     change(content)
