@@ -1,7 +1,7 @@
 """Activations of a quantised graph, which its kernels round to 8 bits.
 
-At accuracy_level 4, MatMulNBits and QMoE round what they multiply a matrix with, a block of 32
-along the last axis at a time:
+At accuracy_level 4, MatMulNBits and QMoE round what they multiply a matrix with, as many numbers
+along the last axis at a time as share a scale in the matrix:
 
     s = max|x| / 127,   x' = s round(x / s)
 
@@ -52,25 +52,27 @@ class RoundedActivations(TorchFunctionMode):
     """Rounds what a model in torch multiplies some of its matrices with.
 
     Args:
-        matrices: The parameters; others keep exact activations.
-        block_size: Numbers that share a scale.
+        matrices: The parameters, each with the numbers that share a scale; others keep exact
+            activations.
     """
 
-    def __init__(self, matrices: Sequence[Tensor], block_size: int) -> None:
+    def __init__(self, matrices: Sequence[tuple[Tensor, int]]) -> None:
         super().__init__()
-        self._matrices, self._block_size = matrices, block_size
+        self._matrices = matrices
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and self._is_rounded(args[1]):
-            args = (round_activations(args[0], self._block_size), *args[1:])
+        size = self._block_size(args[1]) if func is F.linear else None
+        if size is not None:
+            args = (round_activations(args[0], size), *args[1:])
         return func(*args, **(kwargs or {}))
 
-    def _is_rounded(self, weight: Tensor) -> bool:
-        """Whether a weight is one of the matrices, or the part of one that an expert has."""
+    def _block_size(self, weight: Tensor) -> int | None:
+        """That of the matrix that a weight is, or that an expert has a part of; None: of none."""
         place = weight.untyped_storage().data_ptr()
-        return any(matrix.untyped_storage().data_ptr() == place for matrix in self._matrices)
+        sizes = (n for matrix, n in self._matrices if matrix.untyped_storage().data_ptr() == place)
+        return next(sizes, None)
 
 
 def round_activations(x: Tensor, block_size: int) -> Tensor:

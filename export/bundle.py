@@ -242,18 +242,18 @@ class _Export:
         self, one: _Built, wanted: golden.Stream
     ) -> tuple[golden.Stream, Errors | None]:
         """The golden stream in float64 with a graph's weights, and what rounded activations do."""
-        rounded, recipe = one.outcome.rounded, one.recipe
-        if not rounded or recipe is None:
+        rounded = one.outcome.rounded
+        if not rounded:
             return wanted, None
         exact = self._reference(rounded)
-        noisy = self._reference(rounded, recipe.block_size)
+        noisy = self._reference(rounded, rounded_activations=True)
         return exact, golden.compare(exact, noisy)
 
     def _reference(
-        self, rounded: Mapping[str, Rounded] | None = None, activation_block: int | None = None
+        self, rounded: Mapping[str, Rounded] | None = None, *, rounded_activations: bool = False
     ) -> golden.Stream:
         """The golden stream in float64."""
-        stream = golden.reference(self.model, rounded, activation_block=activation_block)
+        stream = golden.reference(self.model, rounded, rounded_activations=rounded_activations)
         _trim_heap()
         return stream
 

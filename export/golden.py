@@ -121,27 +121,29 @@ def reference(
     model: SequenceModel,
     rounded: Mapping[str, Rounded] | None = None,
     *,
-    activation_block: int | None = None,
+    rounded_activations: bool = False,
 ) -> Stream:
     """Run the model in float64, in one call from its initial state.
 
     Args:
         model: The model; not changed.
         rounded: Parameters to replace by their quantised values.
-        activation_block: Round also what these are multiplied with, to 8 bits in blocks so wide.
+        rounded_activations: Round also what these are multiplied with, to 8 bits in their blocks.
     """
     inputs = inputs_of(model)
     _, output = signature(model.config)
     rounded = rounded or {}
     with torch.no_grad(), contextlib.ExitStack() as stack:
         exact = _exact(model, rounded)
-        head = exact.head_weight if exact.config.features is None else None
-        if activation_block is not None:
-            matrices = [p for name, p in exact.named_parameters() if name in rounded]
-            stack.enter_context(RoundedActivations(matrices, activation_block))
+        sizes: dict[Tensor, int] = {
+            parameter: rounded[name].block_size
+            for name, parameter in exact.named_parameters()
+            if rounded_activations and name in rounded
+        }
+        stack.enter_context(RoundedActivations(list(sizes.items())))
         hidden, states = exact.hidden(torch.from_numpy(inputs)[None], exact.initial_state(1, "cpu"))
-        if activation_block is not None and any(head is matrix for matrix in matrices):
-            hidden = round_activations(hidden, activation_block)
+        if exact.config.features is None and exact.head_weight in sizes:
+            hidden = round_activations(hidden, sizes[exact.head_weight])
         outputs = _outputs(exact, hidden)
     return Stream(
         inputs,
