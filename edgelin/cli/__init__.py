@@ -28,9 +28,13 @@ _EXTRAS = {
     "google": "export",
     "triton": "train",
     "matplotlib": "plot",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
 }
 _COMMANDS = (
-    "train", "export", "verify", "run", "prompt", "eval", "inspect", "bench", "import", "families",
+    "train", "export", "verify", "run", "serve", "prompt", "eval", "inspect", "bench", "import",
+    "families",
 )  # fmt: skip
 # By default these end a process at once, and what it was writing stays half done.
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]

@@ -40,18 +40,33 @@ def turn(bundle: Bundle, text: str, *, system: str | None = None, first: bool = 
     Raises:
         EdgelinError: The bundle has no chat template, the template refuses, or the text is empty.
     """
-    template, record = template_of(bundle)
     if not text.strip():
         raise EdgelinError("the turn is empty; say something of at least one character")
     if system is not None and not first:
         raise EdgelinError("the dialogue has begun already; a system text comes before it")
+    told = [] if system is None else [{"role": "system", "content": system}]
+    return dialogue(bundle, [*told, {"role": "user", "content": text}], first=first)
+
+
+def dialogue(
+    bundle: Bundle, messages: Sequence[Mapping[str, str]], *, first: bool = True
+) -> list[int]:
+    """Token ids of a dialogue, up to where the next reply begins.
+
+    Args:
+        bundle: The model.
+        messages: ``role`` and ``content`` of every turn.
+        first: Whether the dialogue begins; else the stream stands in a reply before them.
+
+    Raises:
+        EdgelinError: The bundle has no chat template, or the template refuses.
+    """
+    template, record = template_of(bundle)
     words, mark = _Words(bundle.text, record.special_tokens), _unique()
-    messages = [{"role": "user", "content": words.protect(text)}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": words.protect(system)})
+    said = [{**message, "content": words.protect(message["content"])} for message in messages]
     if not first:
-        messages[:0] = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
-    rendered = render(template, messages, record.chat_tokens)
+        said[:0] = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
+    rendered = render(template, said, record.chat_tokens)
     if not first:
         if rendered.count(mark) != 1:
             raise EdgelinError(
@@ -223,4 +238,4 @@ def _unique() -> str:
     return f"\ue000{secrets.token_hex(8)}\ue001"
 
 
-__all__ = ["defaults", "opening", "render", "template_of", "turn"]
+__all__ = ["defaults", "dialogue", "opening", "render", "template_of", "turn"]

@@ -1,0 +1,100 @@
+"""The process of ``edgelin serve``: socket, signals, and an end without loss."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from edgelin.errors import EdgelinError
+from edgelin.runtimes.server.app import Api
+from edgelin.runtimes.server.limits import Limits
+from edgelin.runtimes.session import Bundle
+
+
+class Server(uvicorn.Server):
+    """uvicorn that lets the engine end first; a second signal ends at once."""
+
+    def __init__(self, api: Api) -> None:
+        super().__init__(
+            uvicorn.Config(
+                api.app(),
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=api.limits.stall,
+                # The engine has cut everything by then.
+                timeout_graceful_shutdown=api.limits.grace + 5,
+            )
+        )
+        self._api = api
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM or Ctrl-C: take on nothing new; end when what runs has ended."""
+        self.force_exit = self.should_exit
+        self.stop()
+
+    def stop(self) -> None:
+        """The same for a server in a thread."""
+        self._api.engine.drain()
+        self.should_exit = True
+
+
+def serve(
+    bundle: Bundle,
+    limits: Limits,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    ready: Callable[[str, Server], None],
+) -> None:
+    """Serve a bundle until a signal comes.
+
+    Args:
+        bundle: A model of text.
+        limits: Bounds.
+        host: Address to listen at.
+        port: Port; 0 takes a free one.
+        api_key: What clients must show.
+        ready: Told the address, and the server, when it listens.
+
+    Raises:
+        EdgelinError: The address cannot be used, or the bundle cannot be served.
+    """
+    with _listen(host, port, limits.stall) as listening:
+        server = Server(Api(bundle, limits, api_key))
+        shown = f"[{host}]" if ":" in host else host
+        ready(f"http://{shown}:{listening.getsockname()[1]}", server)
+        asyncio.run(server.serve(sockets=[listening]))
+
+
+def _listen(host: str, port: int, stall: int) -> socket.socket:
+    """A listening socket."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, number, _, address = found[0]
+        listening = socket.socket(family, kind, number)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it: the system ends those whose client does not read.
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * stall)
+            listening.bind(address)
+            listening.listen(1024)
+        except BaseException:
+            listening.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise EdgelinError(
+            f"cannot listen at {host} port {port}: {reason}; choose others with --host and --port"
+        ) from error
+    listening.setblocking(False)
+    return listening
