@@ -63,7 +63,7 @@ class Target:
 
 
 class Address:
-    """A tensor without data, as a launch sees it: a dtype and an address that is a multiple of 16."""
+    """A tensor without data, as a launch sees it: a dtype and an aligned address."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from edgelin.recurrences import widths
 from edgelin.recurrences.delta import chunked
-from edgelin.recurrences.dplr import dplr
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 
@@ -43,9 +42,7 @@ def delta(
     """Run the (gated) delta rule over a stretch of tokens.
 
     With a decay a key the token's transition, (I - beta k k^T) Diag(e^g), is a diagonal plus a
-    product of two vectors: :func:`edgelin.recurrences.dplr.dplr` computes that exactly
-    (:func:`edgelin.recurrences.delta.chunked.low_rank`). A model that is exported keeps this
-    op, which one ONNX operator computes.
+    product of two vectors: the forms of :mod:`edgelin.recurrences.dplr` compute that exactly.
 
     Args:
         q: Queries `[B, T, G, K]`; each of the G heads serves H / G heads of values in a row.
@@ -65,9 +62,6 @@ def delta(
     beta, g = masked(beta, lengths), None if g is None else masked(g, lengths)
     if not is_exporting():
         q, k = by_value_head(q, k, v)
-    if _by_key(g) and not is_exporting():
-        write, a, b = chunked.low_rank(k, beta, g)
-        return dplr(q, write, v, a, b, g, state, scale=scale)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
@@ -103,9 +97,13 @@ def _delta(
     state: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Kernel on CUDA tensors, chunked form elsewhere and for a decay a key."""
+    """Kernel on CUDA tensors, chunked form elsewhere."""
     q, k = by_value_head(q, k, v)  # a traced model still has them by key head
-    if v.is_cuda and not _by_key(g):
+    if v.is_cuda and _by_key(g):
+        from edgelin.recurrences.dplr import kernel as dplr_kernel
+
+        return dplr_kernel.delta_forward(q, k, v, beta, g, state, scale)
+    if v.is_cuda:
         from edgelin.recurrences.delta import kernel
 
         return kernel.forward(q, k, v, beta, g, state, scale)
@@ -125,7 +123,11 @@ def _delta_backward(
     dstate: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, g (empty without g) and state; recomputes all but the inputs."""
-    if v.is_cuda and not _by_key(g):
+    if v.is_cuda and _by_key(g):
+        from edgelin.recurrences.dplr import kernel_backward as dplr_backward
+
+        return dplr_backward.delta_backward(q, k, v, beta, g, state, scale, do, dstate)
+    if v.is_cuda:
         from edgelin.recurrences.delta import kernel_backward
 
         return kernel_backward.backward(q, k, v, beta, g, state, scale, do, dstate)

@@ -4,27 +4,24 @@ With the letters of ``kernel.py``, r = a~ S + N_ak v so that z = X r, and dS' th
 state after a chunk:
 
     dz = scale M_qb^T do + b dS'      dr = X^T dz                  (b, k decayed to the end)
-    dS = e^{G_64} dS' + scale q~^T do + a~^T dr
-    dv = scale M_qk^T do + N_ak^T dr + k dS'
+    dS = e^{G_64} dS' + scale q~^T do + W^T dz
+    dv = scale M_qk^T do + N_ak^T dr + k dS'                       (tied: dv = dr)
     dM_qb = scale do z^T    dM_qk = scale do v^T    dN_ab = dr z^T    dN_ak = dr v^T
 
-dN_ab needs no product of three matrices, since X^T dz = dr and X r = z. Five launches: the first
-two kernels of the forward pass again (nothing but the inputs is kept), then
+dN_ab needs no product of three matrices, since X^T dz = dr and X r = z. Nine launches: the first
+three of the forward pass again (nothing but the inputs is kept), then
 
-    reverse   from the last chunk to the first: dr and each chunk's dS'
-    scores    every chunk on its own: dv and the gradients of the four matrices
-    keys      every chunk and block of keys on its own: dq, dk, da, db, dg
+    reverse     from the last chunk to the first: dz and each chunk's dS'
+    scores      every chunk on its own: dr, dv and the gradients of the four matrices
+    left        every chunk on its own: dq, da and their share of dg
+    right       every chunk on its own: db, dk and the rest of dg
 
-The gradient of a decay is a sum over the intervals of tokens that it lies in. Every decay factor
-gives its share to the tokens of its own interval (the forward masks transposed), so that no two
-large terms cancel and the gradient of a tiny factor is tiny. Products that are needed transposed
-are computed or loaded that way: Triton before 3.7.1 may miscompile a dot whose first operand is a
-transposed dot result (Hopper).
+``left`` and ``right`` are launched for chunks of mild decays and again for the others; every chunk
+is computed by one of them. Products that are needed transposed are computed or loaded that way:
+Triton before 3.7.1 may miscompile a dot whose first operand is a transposed dot result (Hopper).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -33,25 +30,20 @@ from torch import Tensor
 
 from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import FLOOR, C, chunk_rows, put_tile, state_cells, tile
-from edgelin.recurrences.dplr.kernel import (
-    LEVELS,
-    Blocks,
-    Carried,
-    Inputs,
-    carry,
-    interval,
-    log_decays,
-    paired,
-    read_interval,
-    times,
-    total_decay,
+from edgelin.recurrences.dplr.kernel import Carried, Inputs, carry, load_rows, total_decay
+from edgelin.recurrences.dplr.kernel_decays import log_decays, times
+from edgelin.recurrences.dplr.kernel_gradients import (
+    far_left,
+    far_right,
+    left_terms,
+    near_left,
+    near_right,
+    right_terms,
 )
-from edgelin.recurrences.linear.kernel_passes import _sums
 
 
 @triton.jit(do_not_specialize=["T"])
-def reverse_kernel(inverse, m_qb, q_in, a_in, b_out, total, do, dfinal, dstates, dr, dstate,
-                   scale, T, H,
+def reverse_kernel(m_qb, q_in, w, b_out, total, do, dfinal, dstates, dz, dstate, scale, T, H,
                    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                    BV: tl.constexpr):  # fmt: skip
     """Pass the gradient of a block of state columns back through all chunks."""
@@ -69,192 +61,196 @@ def reverse_kernel(inverse, m_qb, q_in, a_in, b_out, total, do, dfinal, dstates,
         tl.store(dstates + kept, end, mask=inside)
         outer = times(tile(do, row, valid, v_start, V, BV), scale)
         x = tile(m_qb, row, valid, 0, C, C)
-        dz = tl.dot(tl.trans(x), outer, input_precision="ieee")
-        dz = tl.dot(tile(b_out, row, valid, 0, K, BK), end, dz, input_precision="ieee")
-        x = tile(inverse, row, valid, 0, C, C)
-        solved = tl.dot(tl.trans(x), dz.to(x.dtype), dz, input_precision="ieee")
-        put_tile(dr, solved, row, valid, v_start, V, BV)
+        write = tl.dot(tl.trans(x), outer, input_precision="ieee")
+        write = tl.dot(tile(b_out, row, valid, 0, K, BK), end, write, input_precision="ieee")
+        put_tile(dz, write, row, valid, v_start, V, BV)
         current *= total_decay(total, index, K, BK)[:, None]
         queries = tl.trans(tile(q_in, row, valid, 0, K, BK))
         current = tl.dot(queries, outer, current, input_precision="ieee")
-        reads = tl.trans(tile(a_in, row, valid, 0, K, BK))
-        current = tl.dot(reads, solved.to(x.dtype), current, input_precision="ieee")
+        solved = tl.trans(tile(w, row, valid, 0, K, BK))
+        current = tl.dot(solved, write.to(x.dtype), current, input_precision="ieee")
     tl.store(dstate + cells, current, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
-def scores_kernel(v, n_ak, m_qk, k_out, reads, dstates, do, dr, dv, dn_ab, dn_ak, dm_qb, dm_qk,
-                  scale, T, H,
-                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-                  BV: tl.constexpr):  # fmt: skip
-    """dv and the gradients of the four matrices of a chunk, unmasked."""
+def scores_kernel(v, inverse, n_ak, m_qk, k_out, reads, dstates, do, dz, dv,
+                  dn_ab, dn_ak, dm_qb, dm_qk, scale, T, H,
+                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                  TIED: tl.constexpr):  # fmt: skip
+    """dv, dr in the place of dz, and the gradients of the four matrices of a chunk."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     row, valid = chunk_rows(bh, n, T, H)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     ab = tl.zeros([C, C], dtype=tl.float32)
-    ak = tl.zeros([C, C], dtype=tl.float32)
-    qb = tl.zeros([C, C], dtype=tl.float32)
-    qk = tl.zeros([C, C], dtype=tl.float32)
+    ak, qb, qk = ab, ab, ab
     for v_start in range(0, V, BV):
-        outer = times(tile(do, row, valid, v_start, V, BV), scale)
-        solved = tile(dr, row, valid, v_start, V, BV)
-        scores = tl.trans(tile(m_qk, row, valid, 0, C, C))
-        out = tl.dot(scores, outer, input_precision="ieee")
-        scores = tl.trans(tile(n_ak, row, valid, 0, C, C))
-        out = tl.dot(scores, solved, out, input_precision="ieee")
-        for k_start in range(0, K, BK):
-            keys = tile(k_out, row, valid, k_start, K, BK)
-            cells, inside = state_cells(tl.program_id(0), k_start, v_start, K, V, BK, BV)
-            block = tl.load(dstates + cells, mask=inside, other=0.0)
-            out = tl.dot(keys, block, out, input_precision="ieee")
-        put_tile(dv, out, row, valid, v_start, V, BV)
-        z = tl.trans(tile(reads, row, valid, v_start, V, BV))
-        values = tl.trans(tile(v, row, valid, v_start, V, BV))
-        ab = tl.dot(solved, z, ab, input_precision="ieee")
-        ak = tl.dot(solved, values, ak, input_precision="ieee")
-        qb = tl.dot(outer, z, qb, input_precision="ieee")
-        qk = tl.dot(outer, values, qk, input_precision="ieee")
-    put_tile(dn_ab, ab, row, valid, 0, C, C)
-    put_tile(dn_ak, ak, row, valid, 0, C, C)
-    put_tile(dm_qb, qb, row, valid, 0, C, C)
-    put_tile(dm_qk, qk, row, valid, 0, C, C)
-
-
-@triton.jit
-def masked(x, mask):
-    """``x`` where the mask is set, else zero, in its own dtype."""
-    return tl.where(mask, x.to(tl.float32), 0.0).to(x.dtype)
-
-
-@triton.jit
-def diagonal(x, i, j):
-    """The diagonal of ``x`` `[64, 64]` as a column `[64, 1]`, float32."""
-    return tl.sum(tl.where(i == j, x.to(tl.float32), 0.0), axis=1)[:, None]
-
-
-@triton.jit
-def end_terms(states, dstates, reads, v, do, dr, row, valid, start,
-              K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
-    """What reaches q, a, b, k and the whole decay through the states at both ends of the chunk."""
-    to_q = tl.zeros([C, BK], dtype=tl.float32)
-    to_a = tl.zeros([C, BK], dtype=tl.float32)
-    to_b = tl.zeros([C, BK], dtype=tl.float32)
-    to_k = tl.zeros([C, BK], dtype=tl.float32)
-    through = tl.zeros([BK], dtype=tl.float32)
-    for v_start in range(0, V, BV):
-        cells, inside = state_cells(tl.program_id(0), start, v_start, K, V, BK, BV)
-        first = tl.load(states + cells, mask=inside, other=0.0)
-        last = tl.load(dstates + cells, mask=inside, other=0.0)
-        through += tl.sum(first.to(tl.float32) * last.to(tl.float32), axis=1)
-        first, last = tl.trans(first), tl.trans(last)
+        write = tile(dz, row, valid, v_start, V, BV)
+        x = tl.trans(tile(inverse, row, valid, 0, C, C))
+        solved = tl.dot(x, write, write.to(tl.float32), input_precision="ieee").to(write.dtype)
+        put_tile(dz, solved, row, valid, v_start, V, BV)
         outer = tile(do, row, valid, v_start, V, BV)
-        to_q = tl.dot(outer, first, to_q, input_precision="ieee")
-        to_a = tl.dot(tile(dr, row, valid, v_start, V, BV), first, to_a, input_precision="ieee")
-        to_b = tl.dot(tile(reads, row, valid, v_start, V, BV), last, to_b, input_precision="ieee")
-        to_k = tl.dot(tile(v, row, valid, v_start, V, BV), last, to_k, input_precision="ieee")
-    return to_q, to_a, to_b, to_k, through
+        z = tl.trans(tile(reads, row, valid, v_start, V, BV))
+        ab = tl.dot(solved, z, ab, input_precision="ieee")
+        qb = tl.dot(outer, z, qb, input_precision="ieee")
+        if TIED:
+            put_tile(dv, solved, row, valid, v_start, V, BV)
+        else:
+            scores = tl.trans(tile(m_qk, row, valid, 0, C, C))
+            out = scale * tl.dot(scores, outer, input_precision="ieee")
+            scores = tl.trans(tile(n_ak, row, valid, 0, C, C))
+            out = tl.dot(scores, solved, out, input_precision="ieee")
+            for k_start in range(0, K, BK):
+                keys = tile(k_out, row, valid, k_start, K, BK)
+                cells, inside = state_cells(tl.program_id(0), k_start, v_start, K, V, BK, BV)
+                block = tl.load(dstates + cells, mask=inside, other=0.0)
+                out = tl.dot(keys, block, out, input_precision="ieee")
+            put_tile(dv, out, row, valid, v_start, V, BV)
+            values = tl.trans(tile(v, row, valid, v_start, V, BV))
+            ak = tl.dot(solved, values, ak, input_precision="ieee")
+            qk = tl.dot(outer, values, qk, input_precision="ieee")
+    put_tile(dn_ab, tl.where(j < i, ab, 0.0), row, valid, 0, C, C)
+    put_tile(dm_qb, tl.where(j <= i, scale * qb, 0.0), row, valid, 0, C, C)
+    if not TIED:
+        put_tile(dn_ak, tl.where(j < i, ak, 0.0), row, valid, 0, C, C)
+        put_tile(dm_qk, tl.where(j <= i, scale * qk, 0.0), row, valid, 0, C, C)
 
 
 @triton.jit
-def end_decay(share, share_q, share_a, through, steps, i, j,
-              PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Gradient of the log decays through the states at both ends of the chunk."""
-    decay = _sums(i > j, share, PT, PARTS)
-    decay += _sums(i <= j, share_q, PT, PARTS)
-    decay += _sums(i < j, share_a, PT, PARTS)
-    return decay + (through * tl.exp(tl.sum(steps, axis=0)))[None, :]
+def load_matrices(dn_ab, dn_ak, dm_qb, dm_qk, row, valid):
+    """The gradients of the four matrices `[64, 64]`."""
+    ab, ak = tile(dn_ab, row, valid, 0, C, C), tile(dn_ak, row, valid, 0, C, C)
+    return ab, ak, tile(dm_qb, row, valid, 0, C, C), tile(dm_qk, row, valid, 0, C, C)
 
 
 @triton.jit(do_not_specialize=["T"])
-def keys_kernel(q, k, v, a, b, g, states, reads, dstates, do, dr, dn_ab, dn_ak, dm_qb, dm_qk,
-                dq, dk, da, db, dg, scale, T, H,
+def left_kernel(q, k, a, b, beta, g, far, states, dstates, do, dr, dn_ab, dn_ak, dm_qb, dm_qk,
+                dq, da, dg, scale, T, H,
                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                TIED: tl.constexpr, FAR: tl.constexpr,
                 PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Gradients of q, k, a, b and g in one chunk and one block of keys."""
+    """dq, da and their share of dg in one chunk, if its decays are as FAR says."""
+    if (tl.load(far + tl.program_id(0)) != 0) != FAR:
+        return
     chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    start = tl.program_id(1) * BK
-    row, valid = chunk_rows(bh, n, T, H)
+    row, valid = chunk_rows(tl.program_id(0) // chunks, tl.program_id(0) % chunks, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    to_q, to_a, to_b, to_k, through = end_terms(
-        states, dstates, reads, v, do, dr, row, valid, start, K, V, BK, BV
-    )
-    queries = tile(q, row, valid, start, K, BK)
-    keys = tile(k, row, valid, start, K, BK)
-    sources = tile(a, row, valid, start, K, BK)
-    adds = tile(b, row, valid, start, K, BK)
-    steps = log_decays(g, row, valid, start, K, BK)
-    to_q *= scale * tl.exp(_sums(j <= i, steps, PT, PARTS))
-    to_a *= tl.exp(_sums(j < i, steps, PT, PARTS))
-    after = tl.exp(_sums(j > i, steps, PT, PARTS))
-    to_b *= after
-    to_k *= after
-    share = to_b * adds.to(tl.float32) + to_k * keys.to(tl.float32)
-    share_q, share_a = to_q * queries.to(tl.float32), to_a * sources.to(tl.float32)
-    decay = end_decay(share, share_q, share_a, through, steps, i, j, PT, PARTS)
-    # a token with itself: no decay
-    ab = tile(dn_ab, row, valid, 0, C, C)
-    ak = tile(dn_ak, row, valid, 0, C, C)
-    qb = tile(dm_qb, row, valid, 0, C, C)
-    qk = tile(dm_qk, row, valid, 0, C, C)
-    to_q += diagonal(qb, i, j) * adds.to(tl.float32) + diagonal(qk, i, j) * keys.to(tl.float32)
-    to_b += diagonal(qb, i, j) * queries.to(tl.float32)
-    to_k += diagonal(qk, i, j) * queries.to(tl.float32)
-    for level in range(0, LEVELS):
-        factor = tl.exp(_sums(interval(i, j, level), steps, PT, PARTS))
-        near = tl.exp(_sums(read_interval(i, j, level), steps, PT, PARTS))
-        here = paired(i, j, level)
-        add, key = times(adds, factor), times(keys, factor)
-        part = tl.dot(masked(qb, here), add, input_precision="ieee")
-        part = factor * tl.dot(masked(qk, here), key, part, input_precision="ieee")
-        to_q += part
-        share = part * queries.to(tl.float32)
-        part = tl.dot(masked(ab, here), add, input_precision="ieee")
-        part = near * tl.dot(masked(ak, here), key, part, input_precision="ieee")
-        to_a += part
-        decay += _sums(read_interval(j, i, level), part * sources.to(tl.float32), PT, PARTS)
-        query, source = times(queries, factor), times(sources, near)
-        part = tl.dot(tl.trans(masked(qb, here)), query, input_precision="ieee")
-        part = tl.dot(tl.trans(masked(ab, here)), source, part, input_precision="ieee")
-        part *= factor
-        to_b += part
-        share += part * adds.to(tl.float32)
-        part = tl.dot(tl.trans(masked(qk, here)), query, input_precision="ieee")
-        part = tl.dot(tl.trans(masked(ak, here)), source, part, input_precision="ieee")
-        part *= factor
-        to_k += part
-        share += part * keys.to(tl.float32)
-        decay += _sums(interval(j, i, level), share, PT, PARTS)
-    put_tile(dq, to_q, row, valid, start, K, BK)
-    put_tile(da, to_a, row, valid, start, K, BK)
-    put_tile(db, to_b, row, valid, start, K, BK)
-    put_tile(dk, to_k, row, valid, start, K, BK)
-    kept = tile(g, row, valid, start, K, BK).to(tl.float32) >= FLOOR
-    put_tile(dg, tl.where(kept, decay, 0.0), row, valid, start, K, BK)
+    for start in range(0, K, BK):
+        to_q, to_a, through = left_terms(
+            states, dstates, do, dr, row, valid, scale, start, K, V, BK, BV
+        )
+        queries, sources, adds, keys = load_rows(q, k, a, b, beta, row, valid, start, K, BK, TIED)
+        steps = log_decays(g, row, valid, start, K, BK)
+        ab, ak, qb, qk = load_matrices(dn_ab, dn_ak, dm_qb, dm_qk, row, valid)
+        if FAR:
+            to_q, to_a, share = far_left(
+                to_q, to_a, ab, ak, qb, qk, queries, sources, adds, keys, steps, i, j,
+                TIED, PT, PARTS,
+            )  # fmt: skip
+        else:
+            to_q, to_a, share = near_left(
+                to_q, to_a, ab, ak, qb, qk, queries, sources, adds, keys, steps, i, j,
+                TIED, PT, PARTS,
+            )  # fmt: skip
+        put_tile(dq, to_q, row, valid, start, K, BK)
+        put_tile(da, to_a, row, valid, start, K, BK)
+        share += (through * tl.exp(tl.sum(steps, axis=0)))[None, :]
+        put_tile(dg, share, row, valid, start, K, BK)
 
 
-class Solved(NamedTuple):
-    """What the pass from the last chunk to the first leaves behind."""
-
-    dr: Tensor  # [B, T, H, V]
-    dstates: Tensor  # after each chunk [B, H, N, K, V]
-    dstate: Tensor  # before the first token [B, H, K, V]
+@triton.jit(do_not_specialize=["T"])
+def right_kernel(q, k, v, a, b, beta, g, far, reads, dstates, dn_ab, dn_ak, dm_qb, dm_qk,
+                 da, dk, db, dbeta, dg, T, H,
+                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                 TIED: tl.constexpr, FAR: tl.constexpr,
+                 PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """dk, db and the rest of dg; tied: of k as read and as written, and dbeta."""
+    if (tl.load(far + tl.program_id(0)) != 0) != FAR:
+        return
+    chunks = tl.cdiv(T, C)
+    row, valid = chunk_rows(tl.program_id(0) // chunks, tl.program_id(0) % chunks, T, H)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    strengths = tl.zeros([C], dtype=tl.float32)
+    for start in range(0, K, BK):
+        to_b, to_k = right_terms(dstates, reads, v, row, valid, start, K, V, BK, BV, TIED)
+        queries, sources, adds, keys = load_rows(q, k, a, b, beta, row, valid, start, K, BK, TIED)
+        steps = log_decays(g, row, valid, start, K, BK)
+        ab, ak, qb, qk = load_matrices(dn_ab, dn_ak, dm_qb, dm_qk, row, valid)
+        ab, ak, qb, qk = tl.trans(ab), tl.trans(ak), tl.trans(qb), tl.trans(qk)
+        if FAR:
+            to_b, to_k, share = far_right(
+                to_b, to_k, ab, ak, qb, qk, queries, sources, adds, keys, steps, i, j,
+                TIED, PT, PARTS,
+            )  # fmt: skip
+        else:
+            to_b, to_k, share = near_right(
+                to_b, to_k, ab, ak, qb, qk, queries, sources, adds, keys, steps, i, j,
+                TIED, PT, PARTS,
+            )  # fmt: skip
+        if TIED:
+            strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
+            keys = tile(k, row, valid, start, K, BK).to(tl.float32)
+            strengths += tl.sum(keys * to_b, axis=1)
+            to_k = strength[:, None] * to_b - tile(da, row, valid, start, K, BK).to(tl.float32)
+        else:
+            put_tile(db, to_b, row, valid, start, K, BK)
+        put_tile(dk, to_k, row, valid, start, K, BK)
+        share += tile(dg, row, valid, start, K, BK).to(tl.float32)
+        kept = tile(g, row, valid, start, K, BK).to(tl.float32) >= FLOOR
+        put_tile(dg, tl.where(kept, share, 0.0), row, valid, start, K, BK)
+    if TIED:
+        tl.store(dbeta + row, strengths, mask=valid)
 
 
 def _reverse(
-    x: Inputs, carried: Carried, blocks: Blocks, scale: float, do: Tensor, dfinal: Tensor
-) -> Solved:
-    """Run the kernel ``reverse``."""
+    x: Inputs, carried: Carried, scale: float, do: Tensor, dfinal: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the kernel ``reverse``: dz, dS' of each chunk, and dS before the first."""
     batch, time, heads, width = x.v.shape
-    dr = torch.empty_like(x.v)
+    launch = x.launch("reverse")
+    dz = torch.empty_like(x.v)
     dstates, dstate = torch.empty_like(carried.states), torch.empty_like(x.state)
-    reverse_kernel[(batch * heads, triton.cdiv(width, blocks.state_value))](
-        carried.inverse, carried.m_qb, carried.q_in, carried.a_in, carried.b_out, carried.total,
-        do, dfinal, dstates, dr, dstate, scale, time, heads,
-        K=x.k.shape[-1], V=width, BK=blocks.key, BV=blocks.state_value,
-        num_warps=blocks.warps, num_stages=1,
+    reverse_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
+        carried.m_qb, carried.q_in, carried.w, carried.b_out, carried.total,
+        do, dfinal, dstates, dz, dstate, scale, time, heads,
+        K=x.k.shape[-1], V=width, **launch,
     )  # fmt: skip
-    return Solved(dr, dstates, dstate)
+    return dz, dstates, dstate
+
+
+def gradients(
+    x: Inputs, scale: float, do: Tensor, dstate: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, da, db, dbeta, dg and that of the state; tied: of da and db, none is wanted."""
+    with torch.cuda.device_of(x.v):
+        carried = carry(x)
+        do, dstate = do.to(x.v.dtype).contiguous(), dstate.contiguous()
+        dz, dstates, dinitial = _reverse(x, carried, scale, do, dstate)
+        batch, time, heads, width = x.v.shape
+        dq, dk, dv, dg = (torch.empty_like(y) for y in (x.q, x.k, x.v, x.g))
+        da, db = torch.empty_like(x.a), dq if x.tied else torch.empty_like(x.b)
+        dbeta = torch.empty_like(x.beta) if x.tied else dq
+        grid = (batch * heads * triton.cdiv(time, CHUNK),)
+        sizes = {"K": x.k.shape[-1], "V": width, "TIED": x.tied}
+        dn_ab, dm_qb = (torch.empty_like(carried.m_qb) for _ in range(2))
+        dn_ak, dm_qk = (dn_ab if x.tied else torch.empty_like(dn_ab) for _ in range(2))
+        matrices = (dn_ab, dn_ak, dm_qb, dm_qk)
+        scores_kernel[grid](
+            x.v, carried.inverse, carried.n_ak, carried.m_qk, carried.k_out, carried.reads, dstates,
+            do, dz, dv, *matrices, scale, time, heads, **sizes, **x.launch("scores"),
+        )  # fmt: skip
+        for far in (False, True):
+            left_kernel[grid](
+                x.q, x.k, x.a, x.b, x.beta, x.g, carried.far, carried.states, dstates, do, dz,
+                *matrices, dq, da, dg, scale, time, heads,
+                FAR=far, **sizes, **x.masks, **x.launch("left"),
+            )  # fmt: skip
+            right_kernel[grid](
+                x.q, x.k, x.v, x.a, x.b, x.beta, x.g, carried.far, carried.reads, dstates,
+                *matrices, da, dk, db, dbeta, dg, time, heads,
+                FAR=far, **sizes, **x.masks, **x.launch("right"),
+            )  # fmt: skip
+    return dq, dk, dv, da, db, dbeta, dg, dinitial
 
 
 def backward(
@@ -270,27 +266,24 @@ def backward(
     dstate: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, a, b, g (float32) and state; shapes as in the forward pass."""
-    with torch.cuda.device_of(v):
-        x = Inputs.prepare(q, k, v, a, b, g, state)
-        blocks = Blocks.choose(x.k, x.v)
-        carried = carry(x, blocks)
-        do, dstate = do.to(v.dtype).contiguous(), dstate.contiguous()
-        solved = _reverse(x, carried, blocks, scale, do, dstate)
-        batch, time, heads, width = v.shape
-        key = x.k.shape[-1]
-        sizes = {"K": key, "V": width, "BK": blocks.key_part, "BV": blocks.value_part,
-                 "num_warps": 8, "num_stages": 1}  # fmt: skip
-        dv, dg = torch.empty_like(x.v), torch.empty_like(x.g)
-        matrices = [torch.empty_like(carried.inverse) for _ in range(4)]
-        chunks = batch * heads * triton.cdiv(time, CHUNK)
-        scores_kernel[(chunks,)](
-            x.v, carried.n_ak, carried.m_qk, carried.k_out, carried.reads, solved.dstates, do,
-            solved.dr, dv, *matrices, scale, time, heads, **sizes,
-        )  # fmt: skip
-        dq, dk, da, db = (torch.empty_like(x.k) for _ in range(4))
-        keys_kernel[(chunks, triton.cdiv(key, blocks.key_part))](
-            x.q, x.k, x.v, x.a, x.b, x.g, carried.states, carried.reads, solved.dstates, do,
-            solved.dr, *matrices, dq, dk, da, db, dg, scale, time, heads, **sizes, **blocks.masks,
-        )  # fmt: skip
+    x = Inputs.prepare(q, k, v, g, state, pair=(a, b))
+    dq, dk, dv, da, db, _, dg, dinitial = gradients(x, scale, do, dstate)
     dq, dk, da, db = (d.to(t.dtype) for d, t in zip((dq, dk, da, db), (q, k, a, b), strict=True))
-    return dq, dk, dv, da, db, dg, solved.dstate
+    return dq, dk, dv, da, db, dg, dinitial
+
+
+def delta_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+    do: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the delta rule with a decay a key: q, k, v, beta, g and state."""
+    x = Inputs.prepare(q, k, v, g, state, beta=beta)
+    dq, dk, dv, _, _, dbeta, dg, dinitial = gradients(x, scale, do, dstate)
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dbeta, dg, dinitial

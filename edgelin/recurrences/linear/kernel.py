@@ -58,7 +58,10 @@ def launch_of(kind: Pass, mode: tl.constexpr, half: bool, width_x: int, width_y:
     }
     if not half:
         return rule
-    return choose(f"linear {_NAMES[mode.value]} {kind.name} {width_x}x{width_y}", rule)
+    chosen = choose(f"linear {_NAMES[mode.value]} {kind.name} {width_x}x{width_y}", rule)
+    if kind is DK and mode == HEAD:  # both add to one sum a block of K
+        return chosen | {"BLOCK": launch_of(DQ, mode, half, width_x, width_y)["BLOCK"]}
+    return chosen
 
 
 _NAMES = {NONE.value: "none", HEAD.value: "head", KEY.value: "key"}

@@ -27,7 +27,7 @@ from edgelin.recurrences import MIN_LOG_DECAY
 
 NONE, HEAD, KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _FLOOR = tl.constexpr(MIN_LOG_DECAY)
-_REACH, _SHORT_REACH = tl.constexpr(64.0), tl.constexpr(16.0)  # float32: sums stay exact to 1e-6
+REACH, SHORT_REACH = tl.constexpr(64.0), tl.constexpr(16.0)  # float32: sums stay exact to 1e-6
 
 
 @triton.jit
@@ -100,16 +100,20 @@ def _weighted_sums(weights, g, PT: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def from_middle(g, row, col, BT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):
-    """G_i - G_m `[BT, N]`, m the last token of the first half; both halves' sums; is it short?
-
-    What is short may be split at m: exp(G_i - G_m) exp(G_m - G_j).
-    """
+    """G_i - G_m `[BT, N]`, m the last token of the first half, and the sums of both halves."""
     up = tl.where((col <= row) & (col >= BT // 2), 1.0, 0.0)
     sums = _weighted_sums(up - tl.where((col > row) & (col < BT // 2), 1.0, 0.0), g, PT, PARTS)
     first = tl.sum(tl.where(row < BT // 2, g, 0.0), axis=0)
     second = tl.sum(tl.where(row >= BT // 2, g, 0.0), axis=0)
-    reach = _REACH if PARTS == 2 else _SHORT_REACH
-    return sums, first, second, tl.max(-tl.minimum(first, second), axis=0) < reach
+    return sums, first, second
+
+
+@triton.jit
+def half_reach(g, row, BT: tl.constexpr):
+    """The most that a key decays in one half of a chunk, as a positive number."""
+    first = tl.sum(tl.where(row < BT // 2, g, 0.0), axis=0)
+    second = tl.sum(tl.where(row >= BT // 2, g, 0.0), axis=0)
+    return tl.max(-tl.minimum(first, second), axis=0)
 
 
 @triton.jit
@@ -164,7 +168,8 @@ def _read(
     if MODE == HEAD:
         sums = tl.cumsum(b_g.to(tl.float64), axis=0)
         acc = acc * tl.exp(sums.to(tl.float32))[:, None]
-        scores = scores * tl.exp(_differences(sums))
+        exponent = tl.where(col <= row, _differences(sums), float("-inf"))
+        scores = scores * tl.exp(exponent)
     scores = tl.where(col <= row, scores, 0.0).to(DT)
     if INNER:
         acc = tl.dot(scores, b_x, acc, input_precision="ieee")
@@ -271,8 +276,8 @@ def attend(
             b_a = _rows(a + token * X, rows, o_x, live, H, X).to(DT)
         if MODE == KEY:
             b_g = _key_decays(g, token, rows, o_y, pos, T, H, Y, REV)
-            sums, half_1, half_2, short = from_middle(b_g, row, col, BT, PT, PARTS)
-            if short:
+            sums, half_1, half_2 = from_middle(b_g, row, col, BT, PT, PARTS)
+            if half_reach(b_g, row, BT) < (REACH if PARTS == 2 else SHORT_REACH):
                 acc, state = _near_step_by_key(
                     b_a, b_x, b_y, sums, half_1, half_2, state, row, col, INNER, DT
                 )

@@ -1,0 +1,191 @@
+"""Tries launch configurations of our kernels on a GPU and keeps the fastest of each.
+
+    python benchmarks/gpu/tune.py --only kda,rwkv --seconds 400
+
+A kernel is tuned within a forward and a backward of its case over 8 x 4,096 tokens, by the GPU time
+of both together. The winner becomes the first choice of its line in
+``edgelin/recurrences/launches.json``, which is written after every kernel, so that a run that is
+stopped loses nothing; give ``--table`` another path where the checkout does not survive. All
+configurations are compiled beforehand, on all cores, into Triton's cache. A configuration whose
+output differs from the first one's by more than rounding is told and never chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from cases import CASES, Sizes
+from results import need_gpu, selected
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from edgelin.recurrences import launches
+
+TABLE = Path(launches.__file__).with_suffix(".json")
+WARPS = [4, 8]
+# Kernel names, as launches.json has them, by their beginning: what to try.
+GRID: dict[str, dict[str, list[int]]] = {
+    "linear none": {"BT": [64, 128], "BLOCK": [64, 128], "num_warps": WARPS, "num_stages": [1, 2],
+                    "SEGMENT": [256, 512]},
+    "linear head": {"BT": [64], "BLOCK": [32, 64, 128], "num_warps": WARPS, "num_stages": [1, 2],
+                    "SEGMENT": [256, 512]},
+    "linear key": {"BT": [32, 64], "BLOCK": [64, 128], "num_warps": WARPS, "num_stages": [1, 2],
+                   "SEGMENT": [256, 512]},
+    "kda states": {"BV": [16, 32, 64], "num_warps": [2, 4, 8], "num_stages": [1, 2, 3]},
+    "kda reverse": {"BV": [16, 32, 64], "num_warps": [2, 4, 8], "num_stages": [1, 2, 3]},
+    "dplr states": {"BV": [16, 32, 64], "num_warps": [2, 4, 8], "num_stages": [1, 2, 3]},
+    "dplr reverse": {"BV": [16, 32, 64], "num_warps": [2, 4, 8], "num_stages": [1, 2, 3]},
+    "kda": {"BV": [64, 128], "num_warps": WARPS, "num_stages": [1, 2]},
+    "dplr": {"num_warps": WARPS, "num_stages": [1, 2, 3]},
+}  # fmt: skip
+
+
+def grid(kernel: str) -> list[launches.Choice]:
+    """The configurations to try, none for a kernel without a grid; the rule is the first."""
+    axes = next((axes for start, axes in GRID.items() if kernel.startswith(start)), {})
+    combinations = itertools.product(*axes.values())
+    return [{}, *(dict(zip(axes, values, strict=True)) for values in combinations)] if axes else []
+
+
+def step_of(name: str, shape: str) -> measure.Step:
+    """A forward and backward of our kernels."""
+    case = CASES[name]
+    batch, length = map(int, shape.split("x"))
+    sizes = Sizes(batch, length, case.heads, case.key, case.value)
+    return measure.steps_of(case, "ours", sizes)[1]
+
+
+def kernels_of(step: measure.Step) -> list[str]:
+    """Names of the kernels with a grid that a step launches."""
+    launches.asked.clear()
+    step()
+    return sorted(kernel for kernel in launches.asked if grid(kernel))
+
+
+def gpu_ms(step: measure.Step, repeats: int = 4) -> float:
+    """Median GPU time of a step."""
+    times = []
+    for _ in range(repeats):
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            torch.cuda.synchronize()
+        events = seen.events() or []
+        times.append(
+            sum(e.time_range.elapsed_us() for e in events if e.device_type == DeviceType.CUDA)
+        )
+    return statistics.median(times) / 1e3
+
+
+def numbers(step: measure.Step) -> list[torch.Tensor]:
+    """Gradients of a step."""
+    found: Any = step()
+    return [x.float() for x in found]
+
+
+def differ(first: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    """Largest relative norm of a difference."""
+    pairs = zip(first, found, strict=True)
+    return max(float((x - y).norm() / x.norm().clamp(min=1e-30)) for x, y in pairs)
+
+
+def tune(kernel: str, step: measure.Step) -> Iterator[tuple[float, launches.Choice]]:
+    """Times of the configurations of a kernel, those that work."""
+    table = launches.table()
+    before = table.get(kernel, [])
+    first: list[torch.Tensor] = []
+    for choice in [*before[:1], *grid(kernel)]:
+        table[kernel] = [choice]
+        try:
+            found = numbers(step)
+            first = first or found
+            apart = differ(first, found)
+            if not apart < 2e-2:
+                print(f"{kernel} {choice}: differs by {apart:.1e}", flush=True)
+                continue
+            yield gpu_ms(step), choice
+        except Exception as error:  # too much shared memory, or registers
+            print(f"{kernel} {choice}: {str(error).splitlines()[0][:90]}", flush=True)
+    table[kernel] = before
+
+
+def compile_share(name: str, shape: str, part: int, parts: int) -> None:
+    """Compile every ``parts``-th configuration of all kernels of a case, by running them."""
+    step = step_of(name, shape)
+    for kernel in kernels_of(step):
+        for choice in grid(kernel)[part::parts]:
+            launches.table()[kernel] = [choice]
+            try:
+                step()
+            except Exception:  # said when it is measured
+                torch.cuda.synchronize()
+        launches.table().pop(kernel)
+
+
+def compile_ahead(names: list[str], options: argparse.Namespace) -> None:
+    """Fill Triton's cache from several processes, in small shapes that ask for the same kernels."""
+
+    def one(job: tuple[str, int]) -> None:
+        name, part = job
+        command = [sys.executable, __file__, "--compile", f"{name},{part},{options.workers}"]
+        subprocess.run(command, capture_output=True, timeout=options.seconds)
+
+    jobs = [(name, part) for name in names for part in range(options.workers)]
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(one, jobs))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--only", default="", help="beginnings of names of cases, with commas")
+    parser.add_argument("--shape", default="8x4096", help="rows x tokens")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after these none begins")
+    parser.add_argument("--table", type=Path, default=TABLE, help="where winners are written")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
+                        help="processes that compile")  # fmt: skip
+    parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Tune the kernels of the chosen cases, one after the other."""
+    began, options = time.monotonic(), parse()
+    need_gpu()
+    if options.compile:
+        name, part, parts = options.compile.split(",")
+        compile_share(name, "2x1024", int(part), int(parts))
+        return
+    names = selected(options.only, [n for n, case in CASES.items() if "ours" in case.calls])
+    compile_ahead(names, options)
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    done: set[str] = set()
+    for name in names:
+        step = step_of(name, options.shape)
+        for kernel in kernels_of(step):
+            if kernel in done or time.monotonic() - began > options.seconds:
+                continue
+            done.add(kernel)
+            times = sorted(tune(kernel, step), key=lambda pair: pair[0])
+            if not times:
+                continue
+            launches.table()[kernel] = [choice for _, choice in times[:4]]
+            options.table.write_text(json.dumps(launches.table(), indent=1) + "\n")
+            best = ", ".join(f"{ms:.3f} {choice}" for ms, choice in times[:3])
+            print(f"{name} {kernel}: {best}; worst {times[-1][0]:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Decays, the matrices of a chunk and the inverse, for the kernels of this recurrence.
+
+Decays of any size are split level by level, as ``chunks.key_products`` does it: at level s, pairs
+of tokens lie in the odd and the even half of one aligned block of 2^(s + 1) tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from edgelin.recurrences import CHUNK
+from edgelin.recurrences.delta.kernel import FLOOR, C, tile
+from edgelin.recurrences.linear.kernel_passes import _sums
+
+LEVELS = tl.constexpr(CHUNK.bit_length() - 1)
+
+
+@triton.jit
+def log_decays(g, row, valid, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Clamped log decays `[64, BLOCK]`, float32; zeros outside."""
+    return tl.maximum(tile(g, row, valid, start, WIDTH, BLOCK).to(tl.float32), FLOOR)
+
+
+@triton.jit
+def times(x, factor):
+    """``x * factor`` in the dtype of ``x``."""
+    return (x.to(tl.float32) * factor).to(x.dtype)
+
+
+@triton.jit
+def odd_half(i, level):
+    """Whether token ``i`` is in the second half of its block of 2^(level + 1) tokens."""
+    return ((i >> level) & 1) == 1
+
+
+@triton.jit
+def middle(i, level):
+    """Last token of the first half of this block."""
+    return ((i >> level) | 1) * (1 << level) - 1
+
+
+@triton.jit
+def paired(i, j, level):
+    """Pairs whose decay is split at this level: i in the odd half of a block, j in the even one."""
+    same = (i >> (level + 1)) == (j >> (level + 1))
+    return same & odd_half(i, level) & ((j >> level) & 1 == 0)
+
+
+@triton.jit
+def interval(i, l, level):
+    """Tokens l whose decay lies between i and the middle: up to i itself, or after i (b, k)."""
+    m = middle(i, level)
+    return tl.where(odd_half(i, level), (l > m) & (l <= i), (l > i) & (l <= m))
+
+
+@triton.jit
+def read_interval(i, l, level):
+    """The same for a, which reads the state before the decay of its own token."""
+    return odd_half(i, level) & (l > middle(i, level)) & (l < i)
+
+
+@triton.jit
+def unit_lower_inverse(lower, INVERSE: tl.constexpr):
+    """(I - ``lower``)^-1 by masked block recursion: X <- X + X L_s X for blocks of 2, 4, ... 64."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    x = tl.where(i == j, 1.0, 0.0) + tl.where(paired(i, j, 0), lower, 0.0)
+    for level in range(1, LEVELS):
+        quarter = tl.where(paired(i, j, level), lower, 0.0)
+        step = tl.dot(quarter, x, input_precision=INVERSE)
+        x += tl.dot(x, step, input_precision=INVERSE)
+    return x
+
+
+@triton.jit
+def near_products(ab, ak, qb, qk, queries, reads, adds, keys, up, near, down, i, j,
+                  TIED: tl.constexpr):  # fmt: skip
+    """What a block of keys adds to the matrices, its decays split at the middle of the chunk."""
+    left, right = times(reads, near), tl.trans(times(adds, down))
+    ab += tl.where(j < i, tl.dot(left, right, input_precision="ieee"), 0.0)
+    queries = times(queries, up)
+    qb += tl.where(j <= i, tl.dot(queries, right, input_precision="ieee"), 0.0)
+    if not TIED:
+        right = tl.trans(times(keys, down))
+        ak += tl.where(j < i, tl.dot(left, right, input_precision="ieee"), 0.0)
+        qk += tl.where(j <= i, tl.dot(queries, right, input_precision="ieee"), 0.0)
+    return ab, ak, qb, qk
+
+
+@triton.jit
+def far_products(ab, ak, qb, qk, queries, reads, adds, keys, steps, i, j,
+                 TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The same for decays of any size, level by level."""
+    same = tl.sum(queries.to(tl.float32) * adds.to(tl.float32), axis=1)
+    qb += tl.where(i == j, same[:, None], 0.0)
+    same = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)
+    qk += tl.where(i == j, same[:, None], 0.0)
+    for level in range(0, LEVELS):
+        factor = tl.exp(_sums(interval(i, j, level), steps, PT, PARTS))
+        near = factor
+        if not TIED:
+            near = tl.exp(_sums(read_interval(i, j, level), steps, PT, PARTS))
+        here = paired(i, j, level)
+        left, right = times(reads, near), tl.trans(times(adds, factor))
+        ab += tl.where(here, tl.dot(left, right, input_precision="ieee"), 0.0)
+        asking = times(queries, factor)
+        qb += tl.where(here, tl.dot(asking, right, input_precision="ieee"), 0.0)
+        if not TIED:
+            right = tl.trans(times(keys, factor))
+            ak += tl.where(here, tl.dot(left, right, input_precision="ieee"), 0.0)
+            qk += tl.where(here, tl.dot(asking, right, input_precision="ieee"), 0.0)
+    return ab, ak, qb, qk
