@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import tokenizers as library
+from tiny_bundle import add_chat
 from transformers import PreTrainedTokenizerFast
 
 import edgelin
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import chat
-from edgelin.runtimes.manifest import Manifest, file_records
+from edgelin.runtimes.manifest import Manifest
 
 ENDED = """{%- for m in messages %}
     {{- '<|end|>' + m.role + '\n' + m.content + '<|end|>\n' }}
@@ -57,19 +58,7 @@ TEMPLATES = {"ended": ENDED, "instruct": INSTRUCT, "thinking": THINKING}
 def talking(build: Any, folder: Path, template: str, **generation: Any) -> Any:
     """The hand-made bundle with a chat template."""
     tiny = build(folder)
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps(generation))
-    manifest = Manifest.read(folder)
-    assert manifest.tokenizer is not None
-    record = dataclasses.replace(
-        manifest.tokenizer,
-        chat_template="chat_template.jinja",
-        chat_tokens={"bos_token": "<|end|>", "eos_token": "<|end|>"},
-        eos_token_ids=(0, 290),
-    )
-    names = [*manifest.files, "chat_template.jinja", "generation_config.json"]
-    files = file_records(folder, names)
-    dataclasses.replace(manifest, tokenizer=record, files=files).write(folder)
+    add_chat(folder, template, **generation)
     return tiny
 
 
@@ -109,6 +98,23 @@ def test_turns_are_those_of_transformers(
     if template is INSTRUCT:  # the model writes the blank
         said = said.replace(b"Hi", b" Hi", 1)
     assert said == wanted
+
+
+def test_whole_dialogues_are_those_of_transformers(
+    build: Any, tmp_path: Path, template: str
+) -> None:
+    """What a user spells stays text, in every message."""
+    talking(build, tmp_path / "b", template)
+    bundle = edgelin.load(tmp_path / "b")
+    said = ["Hi", "Yes?", "And 日本?", "No.", "Why?"]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)
+    ]
+    messages.insert(0, {"role": "system", "content": "Be brief."})
+    assert chat.dialogue(bundle, messages) == theirs(tmp_path / "b", template, messages)
+    names = chat.dialogue(bundle, messages).count(0)
+    messages[1]["content"] = messages[3]["content"] = "<|end|>"
+    assert chat.dialogue(bundle, messages).count(0) == names
 
 
 def test_a_system_text_read_alone_begins_the_dialogue(

@@ -8,6 +8,7 @@ v = e Wv;  o_t = q_t^T S_t with q = e Wq;  logits = (o_t Wo + e) Wh.  It carries
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,23 @@ def build_features(folder: Path, output: Output) -> Tiny:
     variants = _write_variants(folder, weights, contract)
     Manifest(**fields, variants=variants).write(folder)
     return Tiny(folder, weights, 0)
+
+
+def add_chat(folder: Path, template: str, **generation: Any) -> None:
+    """Give a written bundle a chat template and the settings of its authors."""
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    manifest = Manifest.read(folder)
+    assert manifest.tokenizer is not None
+    record = dataclasses.replace(
+        manifest.tokenizer,
+        chat_template="chat_template.jinja",
+        chat_tokens={"bos_token": "<|end|>", "eos_token": "<|end|>"},
+        eos_token_ids=(0, 290),
+    )
+    names = [*manifest.files, "chat_template.jinja", "generation_config.json"]
+    files = file_records(folder, names)
+    dataclasses.replace(manifest, tokenizer=record, files=files).write(folder)
 
 
 def _weights(rows: int, outputs: int, random: np.random.Generator) -> dict[str, Any]:

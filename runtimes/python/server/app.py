@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
-from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,16 +12,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import chat
-from edgelin.runtimes.server.answers import Answer, event
+from edgelin.runtimes.server.answers import Answer
 from edgelin.runtimes.server.engine import Engine, Job
 from edgelin.runtimes.server.errors import ApiError
+from edgelin.runtimes.server.guard import Guard, refusal
 from edgelin.runtimes.server.limits import Limits
 from edgelin.runtimes.server.mailbox import Mailbox
 from edgelin.runtimes.server.metrics import Metrics
+from edgelin.runtimes.server.reply import Reply
 from edgelin.runtimes.server.requests import Call, parse
 from edgelin.runtimes.server.sessions import Lease, Sessions
 from edgelin.runtimes.session import Bundle
@@ -40,12 +39,15 @@ class Api:
         bundle: The model.
         limits: Bounds.
         api_key: What clients must show; None: nothing.
+        local: Whether only this machine is served.
 
     Raises:
         EdgelinError: The bundle cannot be served.
     """
 
-    def __init__(self, bundle: Bundle, limits: Limits, api_key: str | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, limits: Limits, api_key: str | None = None, *, local: bool = True
+    ) -> None:
         self.bundle, self.limits = bundle, limits
         self.model = Path(bundle.path).resolve().name
         self.metrics = Metrics()
@@ -53,21 +55,16 @@ class Api:
         self.engine = Engine(bundle, limits, self.metrics)
         self.metrics.watch("sessions", "Sessions that are kept.", lambda: len(self.sessions))
         self._defaults = chat.defaults(bundle)
-        self._key = api_key
+        self._key, self._local = api_key, local
+        self._arriving = 0
         # One thread: the tokenizer has a switch that a second one would find turned.
         self._encoder = ThreadPoolExecutor(1, "edgelin-encoder")
 
     def app(self) -> ASGIApp:
-        """The ASGI application; its shutdown ends the engine."""
-
-        @contextlib.asynccontextmanager
-        async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            yield
-            self.close()
-
+        """The ASGI application."""
         handlers: dict[Any, Any] = {
-            ApiError: _refusal, EdgelinError: _refusal, HTTPException: _refusal,
-            Exception: _refusal,
+            ApiError: refusal, EdgelinError: refusal, HTTPException: refusal,
+            Exception: refusal,
         }  # fmt: skip
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -78,8 +75,8 @@ class Api:
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
         ]
-        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-        return _Guard(app, self._key, self.metrics)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        return Guard(app, self._key, self._local, self.metrics)
 
     def close(self) -> None:
         """Cut what runs and end the threads."""
@@ -131,7 +128,7 @@ class Api:
 
     async def _begin(self, request: Request, *, chat: bool) -> Response:
         """Check a request, queue its texts, and answer with what comes."""
-        body = await self._body(request)
+        body = await self._arrived(request)
         call = parse(
             body, chat=chat, model=self.model, defaults=self._defaults,
             header=request.headers.get(SESSION_HEADER),
@@ -174,7 +171,8 @@ class Api:
             call, self.model, self.bundle.manifest.model_hash[:12],
             sum(position + len(ids) for ids in prompts), position * len(prompts),
         )  # fmt: skip
-        reply = _Reply(self, answer, jobs, mailbox)
+        every = [each for job in jobs for each in (job, *job.forks)]
+        reply = Reply(self.engine, self.limits.stall, answer, every, mailbox)
         self.engine.submit(jobs)
         return reply
 
@@ -221,6 +219,16 @@ class Api:
             )  # fmt: skip
         return chat.dialogue(self.bundle, messages, first=position == 0)
 
+    async def _arrived(self, request: Request) -> bytes:
+        """The body of a request, of which not too many arrive at the same time."""
+        if self._arriving >= self.limits.slots + self.limits.queue:
+            raise ApiError(429, "too many requests are arriving; try again later")
+        self._arriving += 1
+        try:
+            return await self._body(request)
+        finally:
+            self._arriving -= 1
+
     async def _body(self, request: Request) -> bytes:
         """The body of a request that is not too large and does not take for ever."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -245,125 +253,3 @@ class Api:
         except ClientDisconnect:
             raise ApiError(499, "the client has gone") from None
         return bytes(body)
-
-
-class _Reply(Response):
-    """Sends what comes of a request; stops the texts when nobody takes it."""
-
-    def __init__(self, api: Api, answer: Answer, jobs: Sequence[Job], mailbox: Mailbox) -> None:
-        super().__init__()
-        self._api, self._answer, self._jobs, self._mailbox = api, answer, jobs, mailbox
-        self._texts = mailbox.open
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
-        work = asyncio.ensure_future(self._stream(scope, receive, send))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._api.engine.cancel(self._jobs)
-            for task in (work, gone):
-                task.cancel()
-            results = await asyncio.gather(work, gone, return_exceptions=True)
-        if isinstance(results[0], Exception):
-            raise results[0]
-
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events as they come, or all at the end."""
-        answer, streams = self._answer, self._answer.call.stream
-        begun = False
-        while self._mailbox.open and answer.failed is None:
-            news = await self._mailbox.take()
-            for each in news:
-                answer.add(each)
-            if not streams or (answer.failed is not None and not begun):
-                continue
-            chunks = [chunk for each in news for chunk in answer.chunks(each)]
-            if not begun:
-                await send(_EVENT_STREAM)
-                chunks[:0] = answer.opening(self._texts)
-                begun = True
-            await self._send(send, chunks)
-        if not begun:
-            failed = answer.failed
-            response = JSONResponse(answer.whole()) if failed is None else _json(failed)
-            await response(scope, receive, send)
-            return
-        failed = answer.failed
-        last = answer.closing() if failed is None else [event(failed.as_dict())]
-        await self._send(send, last, more=False)
-
-    async def _send(self, send: Send, chunks: Sequence[str], *, more: bool = True) -> None:
-        """Send events to a client that reads them."""
-        body = "".join(chunks).encode()
-        async with asyncio.timeout(self._api.limits.stall):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-_EVENT_STREAM: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # a proxy must not collect the events
-    ],
-}
-
-
-class _Guard:
-    """Lets in who has the key, and counts what is answered."""
-
-    def __init__(self, app: ASGIApp, key: str | None, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-        self._expected = None if key is None else f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in _COUNTED else "other"
-                self._metrics.requests.labels(path, str(message["status"])).inc()
-            await send(message)
-
-        app = self._app
-        if self._expected is not None and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                app = _json(ApiError(
-                    401, "the API key is missing or wrong; send Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                ))  # fmt: skip
-        await app(scope, receive, counted)
-
-
-_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")
-
-
-def _json(error: ApiError) -> Response:
-    """A refusal as a response."""
-    headers = {"retry-after": "1"} if error.status == 429 else None
-    return JSONResponse(error.as_dict(), error.status, headers)
-
-
-async def _refusal(request: Request, error: Exception) -> Response:
-    """Any exception as a response."""
-    if isinstance(error, HTTPException):
-        where = f"{request.method} {request.url.path}"
-        error = ApiError(error.status_code, f"{where}: {error.detail}; see /v1/models, /health")
-    elif isinstance(error, EdgelinError):
-        error = ApiError(400, str(error))
-    elif not isinstance(error, ApiError):
-        error = ApiError(500, "the server failed; see its log")
-    return _json(error)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

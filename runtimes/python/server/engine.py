@@ -140,11 +140,10 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Stop texts that nobody waits for any more; their slots are free before the next turn."""
+        """Stop texts that nobody waits for; what has ended stays as it is."""
         with self._changed:
             for job in jobs:
-                for each in (job, *job.forks):
-                    each.cancelled = True
+                job.cancelled = True
             self._changed.notify()
 
     def drain(self) -> None:

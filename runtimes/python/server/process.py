@@ -11,6 +11,7 @@ import uvicorn
 
 from edgelin.errors import EdgelinError
 from edgelin.runtimes.server.app import Api
+from edgelin.runtimes.server.guard import is_local
 from edgelin.runtimes.server.limits import Limits
 from edgelin.runtimes.session import Bundle
 
@@ -24,6 +25,7 @@ class Server(uvicorn.Server):
                 api.app(),
                 http="h11",
                 ws="none",
+                lifespan="off",
                 loop="asyncio",
                 log_level="warning",
                 access_log=False,
@@ -69,10 +71,14 @@ def serve(
         EdgelinError: The address cannot be used, or the bundle cannot be served.
     """
     with _listen(host, port, limits.stall) as listening:
-        server = Server(Api(bundle, limits, api_key))
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{listening.getsockname()[1]}", server)
-        asyncio.run(server.serve(sockets=[listening]))
+        api = Api(bundle, limits, api_key, local=is_local(host))
+        try:
+            server = Server(api)
+            shown = f"[{host}]" if ":" in host else host
+            ready(f"http://{shown}:{listening.getsockname()[1]}", server)
+            asyncio.run(server.serve(sockets=[listening]))
+        finally:
+            api.close()
 
 
 def _listen(host: str, port: int, stall: int) -> socket.socket:

@@ -32,7 +32,7 @@ _HARMLESS = frozenset({
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "logprobs": (False,),
-    "top_logprobs": (),
+    "top_logprobs": (0,),
     "best_of": (1,),
     "suffix": ("",),
     "frequency_penalty": (0,),

@@ -65,6 +65,8 @@ class Sessions:
         Raises:
             ApiError: It is in use, was dropped, or stands elsewhere.
         """
+        if not self._limit:
+            raise ApiError(400, "this server keeps no sessions; leave it out", param="session_id")
         with self._lock:
             if name in self._used:
                 raise ApiError(
