@@ -23,18 +23,22 @@ from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.experts import Experts
 from edgelin.layers import FeatureProjection, LayerNorm, RMSNorm, keep_last, running_mean
-from edgelin.mixers import mlp, parallel
+from edgelin.mixers import mlp
 from edgelin.recurrences.lengths import masked
 from edgelin.state import StateSpec
 
 _INIT_STD = 0.02
 _MOST_BYTES = 32 << 30  # a machine may tell of more memory than a container lets us have
 _SURELY_FITS = 1 << 30  # numbers, 4 GiB
+_BRANCHES = ("side", "mixer", "mlp")
 _RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
 
 
 class Block(nn.Module):
     """One layer: a mixer and what follows it, each normalised and added to the stream.
+
+    A side branch may come first: the mixer reads what it gives with the stream, which goes on
+    without it. It is given the stream as it is, and normalises that itself.
 
     Args:
         config: The model's sizes.
@@ -43,6 +47,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        if config.sides and config.sides[layer]:
+            self.side = _branch(config, config.sides[layer], layer)
         self.mixer: Any = _branch(config, config.layers[layer], layer)
         after = config.mlps[layer] if config.mlps else ""
         if after:
@@ -52,19 +58,19 @@ class Block(nn.Module):
             self.mlp = mlp.Mixer(gated, config.hidden_size, layer, config.rms_norm_eps)
         place = config.norm_places[layer] if config.norm_places else "before"
         self.normalises_stream = place == "stream"
-        for name in ("mixer", "mlp")[: len(self.branches())]:
-            if place != "after":
+        for name, _ in self._named():
+            if name != "side" and place != "after":
                 setattr(self, f"{name}_norm", norm(config))
-            if place in ("after", "both"):
+            if name != "side" and place in ("after", "both"):
                 setattr(self, f"{name}_post_norm", norm(config))
         self.dropout = nn.Dropout(config.dropout)
 
     def branches(self) -> list[Any]:
-        """The mixer and what follows it, if anything."""
-        return [self.mixer, self.mlp] if hasattr(self, "mlp") else [self.mixer]
+        """The side branch, the mixer and what follows it, as far as there are such."""
+        return [branch for _, branch in self._named()]
 
     def state_specs(self) -> list[StateSpec]:
-        """The states of both."""
+        """The states of all branches."""
         return [spec for branch in self.branches() for spec in branch.state_specs()]
 
     def forward(
@@ -78,16 +84,24 @@ class Block(nn.Module):
         """Map the stream `[B, T, d]` with this layer's states and what the call shares."""
         after: dict[str, Tensor] = {}
         ragged = {} if lengths is None else {"lengths": lengths}
-        for name, branch in zip(("mixer", "mlp"), self.branches(), strict=False):
+        read = x
+        for name, branch in self._named():
             before, behind = (getattr(self, f"{name}_{k}", None) for k in ("norm", "post_norm"))
             extra = (shared,) if getattr(branch, "shares", False) else ()
             own = {spec.name: state[spec.name] for spec in branch.state_specs()}
-            normed = before(x) if before else x
+            normed = before(read) if before else read
             y, own = branch(normed, own, position, *extra, **ragged)
-            x = normed if self.normalises_stream else x
-            x = x + self.dropout(behind(y) if behind else y)
             after |= own
+            if name == "side":
+                read = x + y
+                continue
+            x = normed if self.normalises_stream else x
+            read = x = x + self.dropout(behind(y) if behind else y)
         return x, after
+
+    def _named(self) -> list[tuple[str, Any]]:
+        """The branches by name, in order."""
+        return [(name, getattr(self, name)) for name in _BRANCHES if hasattr(self, name)]
 
 
 def norm(config: ModelConfig) -> nn.Module:
@@ -122,13 +136,10 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
     if memory is None and numbers + _most_in_blocks(config) < _SURELY_FITS:
         return  # torch takes seconds to load what counts without memory
     with torch.device("meta"):  # sizes without memory
-        sides = (config.mlps or config.layers, config.norm_places or config.layers)
-        kinds = list(zip(config.layers, *sides, strict=True))
-        for kind in set(kinds):
-            block = Block(config, kinds.index(kind))
-            own = sum(p.numel() for p in block.parameters())
-            own += sum(math.prod(spec.sized()) for spec in block.state_specs())
-            numbers += kinds.count(kind) * own
+        blocks = _blocks(config)
+    numbers += sum(p.numel() for p in blocks.parameters())
+    specs = [spec for block in cast(list[Block], list(blocks)) for spec in block.state_specs()]
+    numbers += sum(math.prod(spec.sized()) for spec in specs)
     memory = memory or min(_machine_memory(), _MOST_BYTES * bytes_each // 4)
     if numbers * bytes_each > memory:
         raise EdgelinError(
@@ -142,13 +153,26 @@ def check_size(config: ModelConfig, *, bytes_each: int = 4, memory: int | None =
 def _most_in_blocks(config: ModelConfig) -> int:
     """More numbers than the blocks can have: every size of a mixer multiplied with every other."""
     total = 0
-    for name in (*config.layers, *filter(None, config.mlps)):
+    for name in filter(None, (*config.layers, *config.mlps, *config.sides)):
         _, own = mixers.read_config(config.mixers[name], where=f"model.mixers.{name}")
-        for part in own.configs() if isinstance(own, parallel.Config) else [own]:
+        for part in [own, *(own.configs() if hasattr(own, "configs") else ())]:
             sizes = [v for v in dataclasses.asdict(part).values() if isinstance(v, int)]
             total += config.hidden_size * math.prod(max(4, size) for size in sizes)
         total += config.hidden_size * (3 * config.intermediate_size + config.hidden_size)
     return total
+
+
+def _blocks(config: ModelConfig) -> nn.ModuleList:
+    """The layers; each may take weights of those before it, and gives its own copy up at once."""
+    blocks, earlier = nn.ModuleList(), list[nn.Module]()
+    for layer in range(len(config.layers)):
+        block = Block(config, layer)
+        for branch in block.branches():
+            if getattr(branch, "shares", False):
+                branch.follow(earlier)
+            earlier.append(branch)
+        blocks.append(block)
+    return blocks
 
 
 def _machine_memory() -> int:
@@ -177,11 +201,7 @@ class SequenceModel(nn.Module):
             self.embedding: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
             self.embedding = FeatureProjection(config.features.size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(len(config.layers)))
-        branches = self._branches()
-        for i, branch in enumerate(branches):
-            if getattr(branch, "shares", False):
-                branch.follow(branches[:i])
+        self.blocks = _blocks(config)
         if config.embedding_norm:
             self.embedding_norm = norm(config)
         self.norm: Any = norm(config)
@@ -261,7 +281,7 @@ class SequenceModel(nn.Module):
         if self.config.embedding_norm:
             x = self.embedding_norm(x)
         after: dict[str, Tensor] = {}
-        shared: dict[str, Tensor] = {}
+        shared = {"embedding": x}
         for block in self._layers():
             x, own = block(x, state, position, shared, lengths)
             after |= own
@@ -305,7 +325,7 @@ class SequenceModel(nn.Module):
         return cast(list[Block], list(self.blocks))
 
     def _branches(self) -> list[Any]:
-        """Mixers and what follows them, in order."""
+        """All branches, in order."""
         return [branch for block in self._layers() for branch in block.branches()]
 
     def _initialise(self) -> None:

@@ -2,7 +2,7 @@
 
 A model is a list of layers and a table of mixers (see :mod:`edgelin.config`). A layer adds two
 branches to the stream: its mixer, and what follows it, a gated MLP unless ``mlps`` names something
-else, which is then a table among the mixers too.
+else, which is then a table among the mixers too. So is a side branch, which helps the mixer alone.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class ModelConfig:
         features: What the stream is if not text.
         mlps: For every layer the name in ``mixers`` of what follows its mixer, or "" for nothing;
             empty: a gated MLP of ``intermediate_size`` everywhere.
+        sides: For every layer the name in ``mixers`` of a side branch, or "" for none: its mixer
+            reads the stream and what that gives, which is not added to the stream; empty: none.
         norm: ``rms``, or ``layer`` for LayerNorm with a bias.
         norm_places: For every layer where its branches are normalised: ``before``, ``after`` (what
             they add to the stream), ``both``, or ``stream``: before, and what they add to is
@@ -115,6 +117,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     dropout: float = 0.0
     mlps: tuple[str, ...] = ()
+    sides: tuple[str, ...] = ()
     norm: str = "rms"
     norm_places: tuple[str, ...] = ()
     embedding_norm: bool = False
@@ -155,11 +158,17 @@ class ModelConfig:
         for name, table in self.mixers.items():
             _check_mixer(f"model.mixers.{name}", table)
         self._check_names("model.layers", self.layers)
-        self._check_names("model.mlps", tuple(filter(None, self.mlps)))
-        if self.mlps and len(self.mlps) != len(self.layers):
+        for where, names in (("model.mlps", self.mlps), ("model.sides", self.sides)):
+            self._check_names(where, tuple(filter(None, names)))
+            if names and len(names) != len(self.layers):
+                raise EdgelinError(
+                    f"{where} has {len(names)} names for {len(self.layers)} layers; give one "
+                    f'each ("" for none), or leave it out'
+                )
+        if "stream" in self.norm_places and any(self.sides):
             raise EdgelinError(
-                f"model.mlps has {len(self.mlps)} names for {len(self.layers)} layers; give one "
-                f'each ("" for none), or leave it out'
+                "model.norm_places has 'stream', and model.sides keeps what it names out of the "
+                "stream; leave one of them out"
             )
         if self.mlps and self.intermediate_size:
             raise EdgelinError(

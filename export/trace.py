@@ -72,9 +72,10 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK, lengths: bool = False)
     batch = torch.export.Dim("batch", min=1, max=2**20)
     past = torch.export.Dim(GROWING, min=0, max=2**31)
     time = torch.export.Dim("time", min=1, max=max_time)
+    positional = _Positional(model, specs)
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
-            _Positional(model, specs),
+            positional,
             (
                 torch.from_numpy(steps),
                 *(_example(spec) for spec in specs),
@@ -98,6 +99,7 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK, lengths: bool = False)
         )
     assert program is not None
     graph = program.model
+    _merge_shared(graph.graph, positional)
     _name_weights(graph)
     _mark_tied_heads(graph)
     optimizer.optimize_ir(graph)
@@ -220,22 +222,35 @@ def _opaque(name: str, schema: Any) -> Callable[..., Any]:
     return translate
 
 
+def _merge_shared(graph: ir.Graph, model: torch.nn.Module) -> None:
+    """Give what several layers share its first name, under which a checkpoint has it."""
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        known = first.setdefault(id(tensor), name)
+        value = graph.initializers.get(name)
+        if known == name or value is None:
+            continue
+        if known in graph.initializers:
+            value.replace_all_uses_with(graph.initializers[known])
+            del graph.initializers[name]
+        else:
+            value.name = known
+
+
 def _name_weights(model: ir.Model) -> None:
-    """Fold ``Transpose(parameter)`` into a parameter of the same name, unless it is shared.
+    """Fold ``Transpose(parameter)`` into a parameter of the same name, unless others read it.
 
     The optimizer would fold it too, but under a new name; which matrices stay float in a quantised
     graph is decided by parameter name.
     """
-    for node in list(model.graph):
-        source = node.inputs[0] if node.op_type == "Transpose" else None
-        if source is None or source.const_value is None or len(list(source.uses())) > 1:
+    for name, source in list(model.graph.initializers.items()):
+        readers = [use.node for use in source.uses()]
+        orders = {tuple(n.attributes.get_ints("perm")) for n in readers if _is_transpose(n)}
+        if len(orders) != 1 or not all(map(_is_transpose, readers)):
             continue
-        perm = node.attributes.get_ints("perm")
-        array = source.const_value.numpy().transpose(perm)
-        name = source.name
-        assert name is not None
-        model.graph.initializers.pop(name)
-        output = node.outputs[0]
+        assert source.const_value is not None
+        array = source.const_value.numpy().transpose(orders.pop())
+        del model.graph.initializers[name]
         new = ir.Value(
             name=name,
             shape=ir.Shape(array.shape),
@@ -243,8 +258,14 @@ def _name_weights(model: ir.Model) -> None:
             const_value=ir.Tensor(array, name=name),
         )
         model.graph.register_initializer(new)
-        output.replace_all_uses_with(new)
-        model.graph.remove(node, safe=True)
+        for node in readers:
+            node.outputs[0].replace_all_uses_with(new)
+            model.graph.remove(node, safe=True)
+
+
+def _is_transpose(node: ir.Node) -> bool:
+    """Whether a node swaps axes in an order that it names."""
+    return node.op_type == "Transpose" and "perm" in node.attributes
 
 
 def _mark_tied_heads(model: ir.Model) -> None:

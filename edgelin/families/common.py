@@ -14,28 +14,31 @@ from edgelin.families.reading import Fields, Tensors
 from edgelin.model_config import ModelConfig
 
 
-def layer_types(fields: Fields, words: Mapping[str, str], default: Sequence[str]) -> list[str]:
+def layer_types(
+    fields: Fields, words: Mapping[str, str], default: Sequence[str], *, key: str = "layer_types"
+) -> list[str]:
     """The kind of every layer from ``layer_types``.
 
     Args:
         fields: Of the config; ``num_hidden_layers`` is taken too.
         words: What a layer may be called, and how we call it.
         default: Our names where there are no ``layer_types``.
+        key: The family's own name of them.
 
     Raises:
         EdgelinError: A word that the family does not know, or not a word a layer.
     """
-    found = fields.take("layer_types", None)
+    found = fields.take(key, None)
     names = list(default) if found is None else [words.get(word, "") for word in found]
     if not all(names):
         word = found[names.index("")]
         raise EdgelinError(
-            f"{fields.where}: layer_types has {word!r}; supported: {', '.join(map(repr, words))}"
+            f"{fields.where}: {key} has {word!r}; supported: {', '.join(map(repr, words))}"
         )
     count = fields.take("num_hidden_layers")
     if len(names) != count:
         raise EdgelinError(
-            f"{fields.where}: layer_types has {len(names)} words for num_hidden_layers = {count}"
+            f"{fields.where}: {key} has {len(names)} words for num_hidden_layers = {count}"
         )
     return names
 

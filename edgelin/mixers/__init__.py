@@ -11,9 +11,10 @@ A mixer module has ``Config``, a frozen dataclass read from ``model.mixers.<name
 it to its recurrences, short convolutions and token shifts, which keep what stands behind the end
 out of the states (:mod:`edgelin.recurrences.lengths`). ``Mixer.needs_position = True`` asks the
 model for the number of tokens already seen; ``Mixer.shares = True`` for one more argument before
-``lengths``, a dictionary of tensors that all layers of one call share (RWKV-7 keeps the values of
-its first layer there), and for one call of ``follow(earlier)``, the mixers of the layers before it,
-when the model is built.
+``lengths``, a dictionary of tensors that all layers of one call share (``embedding`` is what the
+first layer reads; RWKV-7 keeps the values of its first layer there), and for one call of
+``follow(earlier)``, the mixers before it, when the model is built: it may take modules of theirs in
+the place of its own.
 
 Conventions: the projection back into the residual stream is ``out_proj`` (its initial weights
 shrink with depth); projections that make gates of the recurrence have ``beta`` or ``decay`` in

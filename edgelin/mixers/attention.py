@@ -122,14 +122,23 @@ class Mixer(nn.Module):
 
     Args:
         config: Sizes.
-        hidden_size: Width of the residual stream.
+        hidden_size: Width of what it reads, the residual stream.
         layer: Index that names the states.
         norm_eps: Of the norms of queries and keys.
+        output_size: Width of what it gives; None: as wide as what it reads.
     """
 
     needs_position = True
 
-    def __init__(self, config: Config, hidden_size: int, layer: int, norm_eps: float) -> None:
+    def __init__(
+        self,
+        config: Config,
+        hidden_size: int,
+        layer: int,
+        norm_eps: float,
+        *,
+        output_size: int | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         self.group = config.num_heads // config.num_kv_heads
@@ -144,7 +153,8 @@ class Mixer(nn.Module):
         if c.joint_qk_norm:
             self.q_norm = RMSNorm(c.num_heads * c.head_dim, norm_eps)
             self.k_norm = RMSNorm(c.num_kv_heads * c.head_dim, norm_eps)
-        self.out_proj = nn.Linear(c.num_heads * c.head_dim, hidden_size, bias=c.out_bias)
+        output = hidden_size if output_size is None else output_size
+        self.out_proj = nn.Linear(c.num_heads * c.head_dim, output, bias=c.out_bias)
 
     def state_specs(self) -> list[StateSpec]:
         """The rings, or the growing rows, of keys and values."""

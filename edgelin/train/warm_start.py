@@ -61,7 +61,7 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     """The keys of ``model``, with mixers by what they are; dropout may be another."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     values |= {"dropout": None, "mixers": None}
-    for key in ("layers", "mlps"):
+    for key in ("layers", "mlps", "sides"):
         values[key] = [name and _mixer(config, name) for name in values[key]]
     return values
 

@@ -7,19 +7,22 @@ import pytest
 import torch
 from loops import CASES
 from loops.common import HIDDEN
-from test_mixers import as_float32, build, filled_state, numbers, truth
+from test_mixers import as_float32, build, filled_state, numbers, shared, truth
 from torch import Tensor
 
 from edgelin.errors import EdgelinError
 
-GROWING = {case for case, table in CASES.items() if table.get("window") == 0}
+GROWING = {
+    case
+    for case, table in CASES.items()
+    if 0 in (table.get("window"), table.get("attention", {}).get("window"))
+}
 FIXED = [case for case in CASES if case not in GROWING]
 POSITIONS = torch.tensor([3, 0, 1_000_000, 70])
 
 
 def _call(mixer: torch.nn.Module, x: Tensor, state: dict[str, Tensor], lengths: Tensor) -> tuple:
-    shared: tuple[dict[str, Tensor], ...] = ({},) if getattr(mixer, "shares", False) else ()
-    return mixer(x, state, POSITIONS, *shared, lengths=lengths)
+    return mixer(x, state, POSITIONS, *shared(mixer, x), lengths=lengths)
 
 
 @pytest.mark.parametrize("case", FIXED)

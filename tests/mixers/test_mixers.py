@@ -12,6 +12,7 @@ import torch
 from export_models import session
 from loops import CASES, LOOPS
 from loops.common import EPS, HIDDEN, LAYER
+from loops.shared_block import embedding_of
 from torch import Tensor, nn
 
 from edgelin import mixers
@@ -43,8 +44,12 @@ def build(case: str, layer: int = LAYER) -> Any:
 
 def call(mixer: Any, x: Tensor, state: dict[str, Tensor], position: Tensor) -> Any:
     """The mixer as the only one of a model."""
-    shared: tuple[dict[str, Tensor], ...] = ({},) if getattr(mixer, "shares", False) else ()
-    return mixer(x, state, position, *shared)
+    return mixer(x, state, position, *shared(mixer, x))
+
+
+def shared(mixer: Any, x: Tensor) -> tuple[dict[str, Tensor], ...]:
+    """What layers of a model share, for a mixer that asks for it."""
+    return ({"embedding": embedding_of(x)},) if getattr(mixer, "shares", False) else ()
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -219,11 +224,13 @@ class _Loop(nn.Module):
         self.inner, self.loop = mixer, LOOPS[CASES[case]["type"]].loop
         self.needs_position = getattr(mixer, "needs_position", False)
         self.state_specs = exported.state_specs
+        self.shares = CASES[case]["type"] == "shared_block"
 
-    def forward(self, x: Tensor, state: dict[str, Tensor], position: Tensor) -> Any:
+    def forward(self, x: Tensor, state: dict[str, Tensor], position: Tensor, *shared: Any) -> Any:
         """Run the loop, which knows the states of layer 3."""
         arrays = {name.replace(".0", f".{LAYER}"): t.numpy() for name, t in state.items()}
-        y, after = self.loop(self.inner, x.numpy(), arrays, position.numpy())
+        extra = [tensors["embedding"].numpy() for tensors in shared]
+        y, after = self.loop(self.inner, x.numpy(), arrays, position.numpy(), *extra)
         named = {name.replace(f".{LAYER}", ".0"): torch.from_numpy(a) for name, a in after.items()}
         return torch.from_numpy(y), named
 
@@ -303,8 +310,7 @@ def test_gradients_are_differences(case: str) -> None:
     def loss(values: dict[str, Tensor]) -> Tensor:
         states = {s.name: values[s.name] for s in mixer.state_specs()}
         own = {name: values[name] for name, _ in mixer.named_parameters()}
-        extra = ({},) if getattr(mixer, "shares", False) else ()
-        arguments = (values["x"], states, position, *extra)
+        arguments = (values["x"], states, position, *shared(mixer, values["x"]))
         y, after = torch.func.functional_call(mixer, own, arguments)
         parts = [y, *after.values()]
         weighted = [(p * numbers(*p.shape, seed=10 + i)).sum() for i, p in enumerate(parts)]
