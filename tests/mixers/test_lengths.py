@@ -5,12 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from export_models import session
 from loops import CASES
 from loops.common import HIDDEN
-from test_mixers import as_float32, build, filled_state, numbers, shared, truth
+from test_mixers import (
+    as_float32,
+    build,
+    filled_state,
+    loop_in_place,
+    numbers,
+    one_layer,
+    shared,
+    truth,
+)
 from torch import Tensor
 
 from edgelin.errors import EdgelinError
+from edgelin.export import passes
+from edgelin.export.profiles import PROFILES
+from edgelin.export.step_form import step_form
+from edgelin.export.trace import trace
 
 GROWING = {
     case
@@ -19,6 +33,17 @@ GROWING = {
 }
 FIXED = [case for case in CASES if case not in GROWING]
 POSITIONS = torch.tensor([3, 0, 1_000_000, 70])
+# What tests/export/test_streams.py has not: other recurrences, and states of other kinds.
+EXPORTED = [
+    "attention, window 80, 5 sinks",
+    "kda",
+    "lti, dense",
+    "mamba",
+    "rwkv4",
+    "rwkv6",
+    "rwkv7",
+    "rnn",
+]
 
 
 def _call(mixer: torch.nn.Module, x: Tensor, state: dict[str, Tensor], lengths: Tensor) -> tuple:
@@ -70,3 +95,37 @@ def test_a_state_that_grows_has_one_length(case: str) -> None:
     mixer = build(case)
     with pytest.raises(EdgelinError, match=r"need states of fixed size.*; give it a window"):
         _call(mixer, numbers(4, 2, HIDDEN).float(), as_float32(filled_state(mixer, 4)), POSITIONS)
+
+
+@pytest.mark.parametrize("case", EXPORTED)
+def test_rows_of_a_graph_are_their_own_loops(case: str) -> None:
+    model = one_layer(case)
+    mixer = model.blocks[0].mixer
+    exported = step_form(model).blocks[0].mixer
+    specs, lengths = model.state_specs(), [0, 1, 40, 64]
+    ids = torch.randint(0, 50, (4, 64), generator=torch.Generator().manual_seed(4))
+    state = filled_state(exported, 4)
+    if any(spec.name == "position" for spec in specs):
+        state["position"] = POSITIONS
+    traced = trace(model, lengths=True)
+    exact = loop_in_place(model, mixer, exported, case)
+    alone = [
+        exact(ids[i : i + 1, :n], {name: t[i : i + 1] for name, t in state.items()})
+        for i, n in enumerate(lengths)
+        if n
+    ]
+    feeds = {s.input_name: state[s.name].numpy().astype(s.dtype) for s in specs}
+    feeds |= {"input_ids": ids.numpy(), "lengths": np.array(lengths)}
+    for profile in ("fused", "plain"):
+        graph = traced.clone()
+        passes.lower(graph, PROFILES[profile])
+        passes.finish(graph, PROFILES[profile])
+        logits, *after = session(graph).run(None, {**feeds, "num_logits_to_keep": np.array(0)})
+        for spec, array in zip(specs, after, strict=True):
+            assert array[0].tobytes() == feeds[spec.input_name][0].tobytes(), spec.name
+        for i, (wanted, states) in enumerate(alone, start=1):
+            pairs = [(logits[i, : lengths[i]], wanted[0])]
+            pairs += [(a[i], states[s.name][0]) for s, a in zip(specs, after, strict=True)]
+            for got, tensor in pairs:
+                error = np.abs(got - tensor.numpy()).max()
+                assert error <= 1e-4 * tensor.abs().max(), i

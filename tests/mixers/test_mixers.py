@@ -238,7 +238,7 @@ class _Loop(nn.Module):
 @pytest.mark.parametrize("case", [c for c in CASES if c not in UNEXPORTED | STATELESS])
 def test_exported_graphs_are_the_loop(case: str) -> None:
     """Tokens in, logits and states out, both forms, in pieces of 1 to 64 tokens."""
-    model = _one_layer(case)
+    model = one_layer(case)
     mixer = model.blocks[0].mixer
     exported: Any = step_form(model).blocks[0].mixer
     specs = model.state_specs()
@@ -247,8 +247,7 @@ def test_exported_graphs_are_the_loop(case: str) -> None:
     if any(spec.name == "position" for spec in specs):
         state["position"] = torch.tensor([3, 70])
     traced = trace(model)
-    exact = copy.deepcopy(model).double()  # the trace shares its weights with the model
-    exact.blocks[0].mixer = _Loop(mixer, exported, case)
+    exact = loop_in_place(model, mixer, exported, case)
     wanted, states = (a for a in exact(ids, state))
     for profile in ("fused", "plain"):
         graph = traced.clone()
@@ -267,7 +266,14 @@ def test_exported_graphs_are_the_loop(case: str) -> None:
         check(got, (wanted.numpy(), {name: t.numpy() for name, t in states.items()}), 1e-4)
 
 
-def _one_layer(case: str) -> SequenceModel:
+def loop_in_place(model: SequenceModel, mixer: Any, exported: Any, case: str) -> SequenceModel:
+    """The model in float64 with the loop of a case for its layer; a trace shares its weights."""
+    exact = copy.deepcopy(model).double()
+    exact.blocks[0].mixer = _Loop(mixer, exported, case)
+    return exact
+
+
+def one_layer(case: str) -> SequenceModel:
     """A model whose stream is mostly what the mixer makes of it."""
     config = ModelConfig(
         vocab_size=50,
