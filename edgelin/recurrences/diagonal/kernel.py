@@ -5,7 +5,8 @@ transitions; ``_scan`` turns these into the state before each segment; ``_output
 segments again from there. A program holds ``[BN, BD]`` states of BD channels in registers, channels
 along the lanes, and walks through its segment token by token.
 
-Inside the kernels weights and states are planes (real, or re and im) with channels last:
+Inside the kernels weights and states are planes (real, or re and im) with channels last, a real Λ
+as its logarithm:
 ``[P, N, D]`` where they are constant, ``[B, T, P, N, D or 1]`` where they are selective.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from edgelin.recurrences import MIN_LOG_DECAY
 
 CONSTANT, SHARED, EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FLOOR = tl.constexpr(MIN_LOG_DECAY)
 SEGMENT = 64  # tokens of a segment
 LONG_SEGMENT = 256  # passes fewer states, where the programs are enough to fill a GPU
 PROGRAMS = 4096  # that fill it
@@ -47,6 +49,16 @@ def _load(p, row, plane, n, d, N, D, P: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
+def _transition(p, row, n, d, N, D, P: tl.constexpr, MODE: tl.constexpr):
+    """Λ of a token, real and imaginary part; a real one comes as its logarithm, twice."""
+    real = _load(p, row, 0, n, d, N, D, P, MODE)
+    if P == 2:
+        return real, _load(p, row, 1, n, d, N, D, P, MODE)
+    real = tl.exp(tl.maximum(real, _FLOOR))
+    return real, real
+
+
+@triton.jit
 def _segment(
     x, a, b, ends, products, T, D, N, NS,
     P: tl.constexpr, AM: tl.constexpr, BM: tl.constexpr,
@@ -64,9 +76,7 @@ def _segment(
         h_i = tl.zeros([BN, BD], dtype=tl.float32)
         p_i = tl.zeros([BN, BD], dtype=tl.float32)
     if AM == CONSTANT:
-        a_r = _load(a, first, 0, n, d, N, D, P, AM)
-        if P == 2:
-            a_i = _load(a, first, 1, n, d, N, D, P, AM)
+        a_r, a_i = _transition(a, first, n, d, N, D, P, AM)
     if BM == CONSTANT:
         b_r = _load(b, first, 0, n, d, N, D, P, BM)
         if P == 2:
@@ -75,9 +85,7 @@ def _segment(
         row = first + i
         v = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
         if AM != CONSTANT:
-            a_r = _load(a, row, 0, n, d, N, D, P, AM)
-            if P == 2:
-                a_i = _load(a, row, 1, n, d, N, D, P, AM)
+            a_r, a_i = _transition(a, row, n, d, N, D, P, AM)
         if BM != CONSTANT:
             b_r = _load(b, row, 0, n, d, N, D, P, BM)
             if P == 2:
@@ -168,9 +176,7 @@ def _outputs(
     if P == 2:
         h_i = tl.load(starts + at + N * D, mask=live, other=0.0)
     if AM == CONSTANT:
-        a_r = _load(a, first, 0, n, d, N, D, P, AM)
-        if P == 2:
-            a_i = _load(a, first, 1, n, d, N, D, P, AM)
+        a_r, a_i = _transition(a, first, n, d, N, D, P, AM)
     if BM == CONSTANT:
         b_r = _load(b, first, 0, n, d, N, D, P, BM)
         if P == 2:
@@ -183,9 +189,7 @@ def _outputs(
         row = first + i
         v = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
         if AM != CONSTANT:
-            a_r = _load(a, row, 0, n, d, N, D, P, AM)
-            if P == 2:
-                a_i = _load(a, row, 1, n, d, N, D, P, AM)
+            a_r, a_i = _transition(a, row, n, d, N, D, P, AM)
         if BM != CONSTANT:
             b_r = _load(b, row, 0, n, d, N, D, P, BM)
             if P == 2:
@@ -271,9 +275,9 @@ def prepare(
     longest: int,
 ) -> Problem:
     """Lay the inputs out in planes; about ``elements`` states a program, ``longest`` segments."""
-    transition = g.float().clamp(min=MIN_LOG_DECAY).exp()
+    transition = g.float()
     if theta is not None:
-        angle = theta.float()
+        transition, angle = transition.clamp(min=MIN_LOG_DECAY).exp(), theta.float()
         transition = torch.stack([transition * angle.cos(), transition * angle.sin()], dim=-1)
     weights = [transition, b, c]
     channels, size = state.shape[1:3]

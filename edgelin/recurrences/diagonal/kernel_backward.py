@@ -22,6 +22,7 @@ from torch import Tensor
 
 from edgelin.recurrences import MIN_LOG_DECAY
 from edgelin.recurrences.diagonal.kernel import (
+    _FLOOR,
     CONSTANT,
     EACH,
     SEGMENT,
@@ -29,6 +30,7 @@ from edgelin.recurrences.diagonal.kernel import (
     Problem,
     _load,
     _place,
+    _transition,
     planar,
     prepare,
     scan,
@@ -55,9 +57,7 @@ def _adjoint(
     if P == 2:
         k_i = tl.zeros([BN, BD], dtype=tl.float32)
     if AM == CONSTANT:
-        a_r = _load(a, first, 0, n, d, N, D, P, AM)
-        if P == 2:
-            a_i = _load(a, first, 1, n, d, N, D, P, AM)
+        a_r, a_i = _transition(a, first, n, d, N, D, P, AM)
     if CM == CONSTANT:
         c_r = _load(c, first, 0, n, d, N, D, P, CM)
         if P == 2:
@@ -66,9 +66,7 @@ def _adjoint(
         row = first + (count - 1 - j)
         dv = tl.load(dy + row * D + d, mask=d < D, other=0.0).to(tl.float32)
         if AM != CONSTANT:
-            a_r = _load(a, row, 0, n, d, N, D, P, AM)
-            if P == 2:
-                a_i = _load(a, row, 1, n, d, N, D, P, AM)
+            a_r, a_i = _transition(a, row, n, d, N, D, P, AM)
         if CM != CONSTANT:
             c_r = _load(c, row, 0, n, d, N, D, P, CM)
             if P == 2:
@@ -136,9 +134,7 @@ def _forwards(
 ):  # fmt: skip
     """Run a segment and leave the state before each token at ``own``."""
     if AM == CONSTANT:
-        a_r = _load(a, first, 0, n, d, N, D, P, AM)
-        if P == 2:
-            a_i = _load(a, first, 1, n, d, N, D, P, AM)
+        a_r, a_i = _transition(a, first, n, d, N, D, P, AM)
     if BM == CONSTANT:
         b_r = _load(b, first, 0, n, d, N, D, P, BM)
         if P == 2:
@@ -147,9 +143,7 @@ def _forwards(
         row = first + i
         v = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
         if AM != CONSTANT:
-            a_r = _load(a, row, 0, n, d, N, D, P, AM)
-            if P == 2:
-                a_i = _load(a, row, 1, n, d, N, D, P, AM)
+            a_r, a_i = _transition(a, row, n, d, N, D, P, AM)
         if BM != CONSTANT:
             b_r = _load(b, row, 0, n, d, N, D, P, BM)
             if P == 2:
@@ -193,7 +187,7 @@ def _gradients(
             v = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
             dv = tl.load(dy + row * D + d, mask=d < D, other=0.0).to(tl.float32)
             h_r, h_i = _read(own + i * P * BN * BD, local, BN * BD, live, P)
-            a_r, a_i = _load_planes(a, row, n, d, N, D, P, AM)
+            a_r, a_i = _transition(a, row, n, d, N, D, P, AM)
             b_r, b_i = _load_planes(b, row, n, d, N, D, P, BM)
             c_r, c_i = _load_planes(c, row, n, d, N, D, P, CM)
             l_r = k_r + c_r * dv
@@ -212,6 +206,8 @@ def _gradients(
             else:
                 h_r = a_r * h_r
                 step_r, read_r, write_r = l_r * h_r, (h_r + b_r * v) * dv, l_r * v
+                kept = _load(a, row, 0, n, d, N, D, P, AM) >= _FLOOR
+                step_r = tl.where(kept, step_r, 0.0)
                 out = tl.sum(b_r * l_r, axis=0)
                 k_r = a_r * l_r
             da_r, db_r, dc_r = da_r + step_r, db_r + write_r, dc_r + read_r
@@ -294,7 +290,8 @@ def _partial(problem: Problem, index: int) -> Tensor:
 def _total(problem: Problem, index: int, part: Tensor) -> Tensor:
     """The gradient of a weight in its own layout, from the sums of the programs."""
     constant = problem.modes[index] == CONSTANT.value
-    natural = planar(part.sum(0), 0 if constant else 2)
+    whole = part.sum(0) if len(part) > 1 else part.squeeze(0)
+    natural = planar(whole, 0 if constant else 2)
     return (natural if problem.planes == 2 else natural[..., 0]).contiguous()
 
 
@@ -312,7 +309,8 @@ def _result(
     if theta is not None:
         exponent, turn = exponent.unbind(-1)
         dtheta = turn.to(theta.dtype).contiguous()
+        exponent = torch.where(g >= MIN_LOG_DECAY, exponent, 0.0)
     else:
-        dinitial = dinitial[:, 0]
-    dg = torch.where(g >= MIN_LOG_DECAY, exponent, 0.0).to(g.dtype)
+        dinitial = dinitial.select(1, 0)
+    dg = exponent.to(g.dtype)
     return dx, db.to(b.dtype), dc.to(c.dtype), dg, dtheta, planar(dinitial, 1).to(state.dtype)
