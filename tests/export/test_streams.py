@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from export_models import MIXERS, VOCAB, make_model, session
+from export_models import MIXERS, VOCAB, make_feature_model, make_model, session
 from torch import nn
 
 import edgelin.runtimes
@@ -104,6 +104,36 @@ def test_rows_of_a_graph_equal_the_float64_model_of_each_alone(
 
 def _close(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
     np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-5 * max(np.abs(wanted).max(), 1e-9))
+
+
+def test_features_behind_an_end_may_be_anything() -> None:
+    """Also not finite, and in the mean that a head for whole sequences reads."""
+    model = make_feature_model(("gdn",), head="sequence")
+    graph = trace(model, lengths=True)
+    passes.lower(graph, PROFILES["fused"])
+    passes.finish(graph, PROFILES["fused"])
+    runner, exact = session(graph), make_feature_model(("gdn",), head="sequence").double()
+    specs, lengths = model.state_specs(), [0, 1, 30, 64]
+    x = np.random.default_rng(3).standard_normal((4, 64, 5)).astype(np.float32)
+    states = _states(model, 4)
+    own = [torch.from_numpy(array) for array in states.values()]
+    own = [t.double() if t.is_floating_point() else t for t in own]
+    named = {spec.name: t for spec, t in zip(specs, own, strict=True)}
+    with torch.no_grad():
+        ragged = exact(torch.from_numpy(x).double(), named, torch.tensor(lengths))[1]
+    for row, length in enumerate(lengths):
+        x[row, length:] = np.nan
+    outputs, *after = runner.run(None, {"features": x, **states, "lengths": np.array(lengths)})
+    assert [array[0].tobytes() for array in after] == [a[0].tobytes() for a in states.values()]
+    for row, length in list(enumerate(lengths))[1:]:
+        at = slice(row, row + 1)
+        alone = {name: tensor[at] for name, tensor in named.items()}
+        with torch.no_grad():
+            wanted, wanted_after = exact(torch.from_numpy(x[at, :length]).double(), alone)
+        _close(outputs[at], wanted[:, -1:].numpy())
+        for spec, array in zip(specs, after, strict=True):
+            _close(array[at], wanted_after[spec.name].numpy())
+            torch.testing.assert_close(ragged[spec.name][at], wanted_after[spec.name])
 
 
 def test_verify_compares_ragged_rows(bundle: Path, small_checkpoint: Path) -> None:
