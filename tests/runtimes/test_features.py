@@ -324,7 +324,7 @@ def test_lines_of_numbers() -> None:
     assert found == [[[1, 2, 3]], [[4, 5, 6]], [[np.float32(0.7), -8, 9]]]
     for line, message in (
         ("1 2", "line 2 of standard input: 2 numbers, 3 are needed"),
-        ("1 2 x", "line 2 of standard input: could not convert string to float: 'x'"),
+        ("1 2 x", "line 2 of standard input: 'x' is no number"),
         ("1 2 nan", "line 2 of standard input: feature 2 at step 0 is nan"),
     ):
         steps = feature_file.parse_steps(["1 2 3", line], Features(3))
