@@ -62,11 +62,23 @@ def read_interval(i, l, level):
 
 @triton.jit
 def unit_lower_inverse(lower, INVERSE: tl.constexpr):
-    """(I - ``lower``)^-1 by masked block recursion: X <- X + X L_s X for blocks of 2, 4, ... 64."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    x = tl.where(i == j, 1.0, 0.0) + tl.where(paired(i, j, 0), lower, 0.0)
-    for level in range(1, LEVELS):
+    """(I - ``lower``)^-1 by masked block recursion: X <- X + X L_s X for blocks of 2, 4, ... 64.
+
+    Blocks of up to 16 are multiplied as what they are, four on the diagonal.
+    """
+    SMALL: tl.constexpr = "tf32x3" if INVERSE == "bf16x3" else INVERSE
+    n, m = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, None, :, None]
+    small = tl.sum(tl.where(n == m, tl.reshape(lower, [4, 16, 4, 16]), 0.0), axis=2)
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    x = tl.where(i == j, 1.0, 0.0) + tl.where(paired(i, j, 0), small, 0.0)
+    for level in range(1, 4):
+        quarter = tl.where(paired(i, j, level), small, 0.0)
+        step = tl.dot(quarter, x, input_precision=SMALL)
+        x += tl.dot(x, step, input_precision=SMALL)
+    spread = tl.where(n == m, tl.expand_dims(x, 2), 0.0)
+    x = tl.reshape(spread, [C, C])
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    for level in range(4, LEVELS):
         quarter = tl.where(paired(i, j, level), lower, 0.0)
         step = tl.dot(quarter, x, input_precision=INVERSE)
         x += tl.dot(x, step, input_precision=INVERSE)
