@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import capsules, state_file
 from edgelin.runtimes.buffers import Buffers, Inputs, Outputs, initial_state
+from edgelin.runtimes.manifest import Capsule
 from edgelin.runtimes.sampler import WINDOW
 from edgelin.runtimes.signature import Tokens
 from edgelin.runtimes.text import TextTail
@@ -80,6 +81,7 @@ class Pool:
         self._size = slots
         self._buffers = Buffers(bundle.session, bundle.manifest, slots, in_place=bundle.in_place)
         self._rows: list[_Row] = []  # row i of the buffers is that of _rows[i]; the rest is free
+        self._capsule: tuple[Capsule, state_file.SavedStream] | None = None  # the last one used
         self._numbers = itertools.count()
         self._lock = threading.RLock()
 
@@ -107,8 +109,8 @@ class Pool:
         Raises:
             EdgelinError: All slots are taken, or there is no such capsule.
         """
-        start = capsules.find(self._bundle, capsule)
         with self._lock:
+            start = self._find(capsule)
             if not self.free:
                 raise EdgelinError(
                     f"all {self._size} slots of the pool are taken; remove a stream, or make a "
@@ -231,6 +233,17 @@ class Pool:
             at = self._at(slot)
             self._rows[at] = row = _Row(slot, self._rows[at].start)
             self._put(row, at, saved)
+
+    def _find(self, name: str | None) -> state_file.SavedStream | None:
+        """What a capsule holds, the same object for all streams that begin in it."""
+        manifest = self._bundle.manifest
+        record = manifest.capsules.get(name or manifest.default_capsule or capsules.NONE)
+        if self._capsule is not None and self._capsule[0] == record:
+            return self._capsule[1]
+        saved = capsules.find(self._bundle, name)
+        if saved is not None and record is not None:
+            self._capsule = record, saved
+        return saved
 
     def _at(self, slot: int) -> int:
         """The row of a stream."""
