@@ -1,6 +1,6 @@
 """Round a matrix to 4 or 8 bits in blocks along its input axis, in onnxruntime's packed layout.
 
-    w = scale * (q - zero_point),  0 <= q < 2^bits,  one scale and zero point for 32 weights
+    w = scale * (q - zero_point),  0 <= q < 2^bits,  one scale and zero point a block
 
 Symmetric blocks have zero point 2^(bits-1); asymmetric ones store theirs. The scale is not simply
 the largest weight over the largest code: several smaller ones are tried, each is refined to the
@@ -10,6 +10,7 @@ least-squares scale of its codes, and the one with the smallest squared error is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,16 @@ class Rounded:
     scales: Array
     zero_points: Codes | None
     bits: int
+
+    @property
+    def block_size(self) -> int:
+        """Weights that share a scale."""
+        return self.codes.shape[-1]
+
+    def rows(self, index: npt.NDArray[np.integer[Any]]) -> Rounded:
+        """Some of the rows."""
+        zeros = None if self.zero_points is None else self.zero_points[index]
+        return Rounded(self.codes[index], self.scales[index], zeros, self.bits)
 
     def packed(self) -> Codes:
         """uint8 `[N, blocks, block_size * bits / 8]`; for 4 bits the even cell is the low half."""

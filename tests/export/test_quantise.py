@@ -15,9 +15,9 @@ from edgelin.export.rounding import round_matrix
 WIDTH, ROWS = 80, 12  # no multiple of the block of 32
 
 
-def _matrix(seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _matrix(seed: int = 0, width: int = WIDTH) -> np.ndarray[Any, np.dtype[np.float32]]:
     random = np.random.default_rng(seed)
-    return (0.02 * random.standard_t(5, (ROWS, WIDTH)) + 0.005).astype(np.float32)
+    return (0.02 * random.standard_t(5, (ROWS, width)) + 0.005).astype(np.float32)
 
 
 def _plain_rounding(rows: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
@@ -65,12 +65,14 @@ def _weight(name: str, array: np.ndarray[Any, Any]) -> ir.Value:
     return value
 
 
-def _model() -> tuple[ir.Model, dict[str, np.ndarray[Any, np.dtype[np.float32]]]]:
+def _model(
+    width: int = WIDTH,
+) -> tuple[ir.Model, dict[str, np.ndarray[Any, np.dtype[np.float32]]]]:
     """Embedding and head of one matrix, a projection with a bias, and one that stays float."""
-    table, up, gate = _matrix(1), _matrix(2), _matrix(3)
+    table, up, gate = (_matrix(seed, width) for seed in (1, 2, 3))
     bias = np.arange(ROWS, dtype=np.float32)
     ids = _value("ids", ["batch", "time"], ir.DataType.INT64)
-    x = _value("x", ["batch", "time", WIDTH])
+    x = _value("x", ["batch", "time", width])
     weights = {
         "embedding.weight": table,
         "up.weight": np.ascontiguousarray(up.T),
@@ -99,10 +101,11 @@ def _model() -> tuple[ir.Model, dict[str, np.ndarray[Any, np.dtype[np.float32]]]
     return ir.Model(graph, ir_version=9), {"table": table, "up": up, "gate": gate, "bias": bias}
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_graph_computes_with_the_rounded_matrices(bits: int) -> None:
-    model, weights = _model()
-    outcome = quantise(model, Recipe(bits=bits, embedding_bits=bits, block_size=32))
+@pytest.mark.parametrize(("bits", "width", "size"), [(4, 80, 32), (8, 80, 32), (8, 384, 128)])
+def test_graph_computes_with_the_rounded_matrices(bits: int, width: int, size: int) -> None:
+    model, weights = _model(width)
+    outcome = quantise(model, Recipe(bits=bits, embedding_bits=bits))
+    assert {n.attributes.get_int("block_size", size) for n in model.graph} == {size}
     assert sorted(outcome.rounded) == ["embedding.weight", "up.weight"]
     assert [n.op_type for n in model.graph] == [
         "GatherBlockQuantized",
@@ -111,16 +114,31 @@ def test_graph_computes_with_the_rounded_matrices(bits: int) -> None:
         "MatMul",
     ]
     random = np.random.default_rng(4)
-    x = random.standard_normal((2, 3, WIDTH)).astype(np.float32)
+    x = random.standard_normal((2, 3, width)).astype(np.float32)
     ids = random.integers(0, ROWS, (2, 3))
     e, h, u, k = session(model).run(None, {"ids": ids, "x": x})
-    table = outcome.rounded["embedding.weight"].values(WIDTH)
-    up = outcome.rounded["up.weight"].values(WIDTH)
+    table = outcome.rounded["embedding.weight"].values(width)
+    up = outcome.rounded["up.weight"].values(width)
     np.testing.assert_allclose(e, table[ids], atol=1e-6)
     np.testing.assert_allclose(k, x @ weights["gate"].T, atol=1e-5)
     # accuracy_level 4 rounds x to int8 too: 1 % of the largest product.
     for got, wanted in ((h, x @ table.T), (u, x @ up.T + weights["bias"])):
         assert np.abs(got - wanted).max() < 0.02 * np.abs(x @ up.T).max()
+
+
+@pytest.mark.parametrize(
+    ("bits", "widths", "size"),
+    [
+        (4, (1024,), 32),
+        (8, (1024,), 128),
+        (8, (192,), 64),
+        (8, (96,), 32),
+        (8, (80,), 32),
+        (8, (256, 320), 64),
+    ],
+)
+def test_blocks_of_eight_bits_fill_the_rows(bits: int, widths: tuple[int, ...], size: int) -> None:
+    assert Recipe(bits=bits, embedding_bits=8).block(bits, *widths) == size
 
 
 def test_recipe_words_are_whole_words() -> None:
