@@ -50,7 +50,7 @@ class Recipe:
     embedding_bits: int
     precise_words: tuple[str, ...] = ()
     block_size: int = 32
-    # Beside scales for 32 these cost the demo 0.0004 nat; with AVX-512 a step takes 0.7 of the time.
+    # Beside scales for 32 they cost the demo 0.0004 nat; with AVX-512 a step takes 0.7 the time.
     precise_block_size: int = 128
     accuracy_level: int = 4
     float_words: tuple[str, ...] = FLOAT_WORDS
