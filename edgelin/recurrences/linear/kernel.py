@@ -47,14 +47,15 @@ def launch_of(kind: Pass, mode: tl.constexpr, half: bool, width_x: int, width_y:
     """
     contracted, width = (width_y, width_x) if kind.inner else (width_x, width_y)
     whole = whole_of(contracted)
-    block = max(16, min(triton.next_power_of_2(width), (16384 if half else 8192) // whole))
+    cells = 8192 if mode != NONE or not half else 16384
+    block = max(16, min(triton.next_power_of_2(width), cells // whole))
     few = half and mode == NONE and whole * block <= 4096
     rule = {
-        "BT": 16 if not half else 32 if mode == KEY else 64,
+        "BT": 64 if half else 16,
         "BLOCK": block,
         "SEGMENT": SEGMENT,
         "num_warps": 4 if few else 8,
-        "num_stages": 2 if half and max(block, whole) <= 128 else 1,
+        "num_stages": 2 if half and mode != KEY and max(block, whole) <= 128 else 1,
     }
     if not half:
         return rule

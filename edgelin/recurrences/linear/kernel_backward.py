@@ -76,7 +76,10 @@ def backward(
 
 
 def _weights(q: Tensor, v: Tensor, g: Tensor | None, half: bool) -> Tensor | None:
-    """Where the passes leave q dq - k dk: ``[B, T, H, K]``, or a sum a block of K for each head."""
+    """Where the passes leave q dq - k dk, last token first.
+
+    ``[B, T, H, K]``, or a sum a block of K for each head.
+    """
     if g is None:
         return None
     if g.dim() == 4:
@@ -93,6 +96,6 @@ def _decay_gradient(weights: Tensor, g: Tensor, last: Tensor) -> Tensor:
         weights, ends = weights.sum(0), last.sum((2, 3))
     else:
         ends = last.sum(3)
-    weights.select(1, -1).add_(ends)
-    dg = weights.flip(1).cumsum(1).flip(1)
+    weights.select(1, 0).add_(ends)
+    dg = torch.cumsum(weights, 1).flip(1)
     return dg.masked_fill_(g < MIN_LOG_DECAY, 0.0)

@@ -299,11 +299,12 @@ def attend(
             _store(out + token * Y, acc, rows, o_y, live, H, Y)
             if WEIGH:
                 weight = acc * _rows(m + token * Y, rows, o_y, live, H, Y).to(tl.float32)
+                last = (b.to(tl.int64) * T + T - 1 - first) * H + i_h  # w runs backwards in time
                 if MODE == KEY:
-                    p_w = w + token * Y + rows[:, None] * (H * Y) + o_y[None, :]
+                    p_w = w + last * Y - rows[:, None] * (H * Y) + o_y[None, :]
                     _weigh(p_w, weight, live[:, None] & (o_y[None, :] < Y), REV)
                 else:
-                    p_w = w + i_o.to(tl.int64) * s_w + token + rows * H
+                    p_w = w + i_o.to(tl.int64) * s_w + last - rows * H
                     _weigh(p_w, tl.sum(weight, axis=1), live, REV)
     if i_s == tl.num_programs(1) - 1:
         if REV:
