@@ -67,13 +67,14 @@ def _ended(
     at = torch.arange(time, device=x.device) - (time - lengths[:, None])
     moved = x.gather(1, at.clamp(min=0)[..., None].expand_as(x))
     moved = moved.masked_fill((at < 0)[..., None], 0.0)
-    written = torch.ops.edgelin.lti(moved, *weights, torch.zeros_like(state))[1]
+    written: Tensor = torch.ops.edgelin.lti(moved, *weights, torch.zeros_like(state))[1]
     h, power = state[..., None].to(weights[0].dtype), weights[0]
     for digit in range(CHUNK.bit_length() if is_exporting() else time.bit_length()):
         is_set = (lengths // 2**digit % 2 == 1)[:, None, None, None]
         h = torch.where(is_set, power @ h, h)
         power = power @ power
-    return h[..., 0].to(state.dtype) + written
+    decayed: Tensor = h[..., 0].to(state.dtype)
+    return decayed + written
 
 
 @torch.library.custom_op("edgelin::lti", mutates_args=())
