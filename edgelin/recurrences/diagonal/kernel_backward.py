@@ -157,6 +157,12 @@ def _forwards(
 
 
 @triton.jit
+def _above_floor(step, a, row, n, d, N, D, MODE: tl.constexpr):
+    """The gradient of a log decay, zero where it was clamped."""
+    return tl.where(_load(a, row, 0, n, d, N, D, 1, MODE) >= _FLOOR, step, 0.0)
+
+
+@triton.jit
 def _gradients(
     x, dy, a, b, c, starts, adjoints, scratch, dx, da, db, dc, dinitial, T, D, N, NS, ITEMS, ROWS,
     P: tl.constexpr, AM: tl.constexpr, BM: tl.constexpr, CM: tl.constexpr,
@@ -204,12 +210,10 @@ def _gradients(
                 _emit(db, write_i, row, 1, n, d, i_d, ROWS, N, D, P, BM, BN)
                 _emit(dc, read_i, row, 1, n, d, i_d, ROWS, N, D, P, CM, BN)
             else:
-                h_r = a_r * h_r
-                step_r, read_r, write_r = l_r * h_r, (h_r + b_r * v) * dv, l_r * v
-                kept = _load(a, row, 0, n, d, N, D, P, AM) >= _FLOOR
-                step_r = tl.where(kept, step_r, 0.0)
-                out = tl.sum(b_r * l_r, axis=0)
-                k_r = a_r * l_r
+                h_r, write_r = a_r * h_r, l_r * v
+                read_r = (h_r + b_r * v) * dv
+                step_r = _above_floor(l_r * h_r, a, row, n, d, N, D, AM)
+                out, k_r = tl.sum(b_r * l_r, axis=0), a_r * l_r
             da_r, db_r, dc_r = da_r + step_r, db_r + write_r, dc_r + read_r
             _emit(da, step_r, row, 0, n, d, i_d, ROWS, N, D, P, AM, BN)
             _emit(db, write_r, row, 0, n, d, i_d, ROWS, N, D, P, BM, BN)

@@ -87,6 +87,31 @@ def decays_far(g, row, valid, K: tl.constexpr, BK: tl.constexpr):
     return reach
 
 
+@triton.jit
+def put_solved(k, v, a, g, ak, x, u, w, row, valid, i, j,
+               K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+               TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Store U and W."""
+    for start in range(0, V, BV):
+        values = tile(v, row, valid, start, V, BV)
+        if TIED:
+            old = values.to(tl.float32)
+        else:
+            old = tl.dot(ak.to(values.dtype), values, input_precision="ieee")
+        put_tile(u, tl.dot(x, old.to(x.dtype), old, input_precision="ieee"), row, valid, start,
+                 V, BV)  # fmt: skip
+    for start in range(0, K, BK):
+        steps = log_decays(g, row, valid, start, K, BK)
+        if TIED:
+            read = -tile(k, row, valid, start, K, BK).to(tl.float32)
+            read *= tl.exp(_sums(j <= i, steps, PT, PARTS))
+        else:
+            read = tile(a, row, valid, start, K, BK).to(tl.float32)
+            read *= tl.exp(_sums(j < i, steps, PT, PARTS))
+        put_tile(w, tl.dot(x, read.to(x.dtype), read, input_precision="ieee"), row, valid, start,
+                 K, BK)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["T"])
 def pairs_kernel(q, k, v, a, b, beta, g, far, inverse, n_ak, m_qb, m_qk, w, u, q_in, b_out, k_out,
                  total, T, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
@@ -137,24 +162,7 @@ def pairs_kernel(q, k, v, a, b, beta, g, far, inverse, n_ak, m_qb, m_qk, w, u, q
     if not TIED:
         put_tile(m_qk, qk, row, valid, 0, C, C)
         put_tile(n_ak, ak, row, valid, 0, C, C)
-    for start in range(0, V, BV):
-        values = tile(v, row, valid, start, V, BV)
-        if TIED:
-            old = values.to(tl.float32)
-        else:
-            old = tl.dot(ak.to(values.dtype), values, input_precision="ieee")
-        put_tile(u, tl.dot(x, old.to(x.dtype), old, input_precision="ieee"), row, valid, start,
-                 V, BV)  # fmt: skip
-    for start in range(0, K, BK):
-        steps = log_decays(g, row, valid, start, K, BK)
-        if TIED:
-            read = -tile(k, row, valid, start, K, BK).to(tl.float32)
-            read *= tl.exp(_sums(j <= i, steps, PT, PARTS))
-        else:
-            read = tile(a, row, valid, start, K, BK).to(tl.float32)
-            read *= tl.exp(_sums(j < i, steps, PT, PARTS))
-        put_tile(w, tl.dot(x, read.to(x.dtype), read, input_precision="ieee"), row, valid, start,
-                 K, BK)  # fmt: skip
+    put_solved(k, v, a, g, ak, x, u, w, row, valid, i, j, K, V, BK, BV, TIED, PT, PARTS)
 
 
 @triton.jit

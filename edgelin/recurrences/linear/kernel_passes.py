@@ -236,6 +236,24 @@ def _advance(
 
 
 @triton.jit
+def _step_by_key(
+    b_a, b_x, b_y, b_g, state, row, col,
+    BT: tl.constexpr, INNER: tl.constexpr, DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a chunk with a decay a key, and the state after it, the shorter way that holds."""
+    if half_reach(b_g, row, BT) < (REACH if PARTS == 2 else SHORT_REACH):
+        sums, first, second = from_middle(b_g, row, col, BT, PT, PARTS)
+        acc, state = _near_step_by_key(
+            b_a, b_x, b_y, sums, first, second, state, row, col, INNER, DT
+        )
+    else:
+        acc = _read_by_key(b_a, b_x, b_y, b_g, state, row, col, BT, INNER, DT, PT, PARTS, LEVELS)
+        state = _advance(state, b_x, b_y, b_g, row, col, KEY, DT, PT, PARTS)
+    return acc, state
+
+
+@triton.jit
 def attend(
     a, x, y, g, h, out, final, m, w, T, chunks, h_scale, out_scale, s_b, s_s, s_x, s_y, s_w,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
@@ -276,16 +294,9 @@ def attend(
             b_a = _rows(a + token * X, rows, o_x, live, H, X).to(DT)
         if MODE == KEY:
             b_g = _key_decays(g, token, rows, o_y, pos, T, H, Y, REV)
-            sums, half_1, half_2 = from_middle(b_g, row, col, BT, PT, PARTS)
-            if half_reach(b_g, row, BT) < (REACH if PARTS == 2 else SHORT_REACH):
-                acc, state = _near_step_by_key(
-                    b_a, b_x, b_y, sums, half_1, half_2, state, row, col, INNER, DT
-                )
-            else:
-                acc = _read_by_key(
-                    b_a, b_x, b_y, b_g, state, row, col, BT, INNER, DT, PT, PARTS, LEVELS
-                )
-                state = _advance(state, b_x, b_y, b_g, row, col, MODE, DT, PT, PARTS)
+            acc, state = _step_by_key(
+                b_a, b_x, b_y, b_g, state, row, col, BT, INNER, DT, PT, PARTS, LEVELS
+            )
         else:
             b_g = o_t
             if MODE == HEAD:
