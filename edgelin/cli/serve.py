@@ -36,7 +36,7 @@ def command(
     """Answer OpenAI's completions and chat completions with BUNDLE, many clients at once.
 
     A client's session_id keeps its state between calls: only what is new is sent and read. SIGTERM
-    or Ctrl-C lets what runs end first; a second Ctrl-C does not wait.
+    or Ctrl-C lets what runs end first, for --grace seconds; a second one cuts it.
 
     \b
     Examples:
@@ -44,6 +44,7 @@ def command(
       EDGELIN_API_KEY=secret edgelin serve bundle --host 0.0.0.0 --port 80
     """
     import edgelin
+    from edgelin.runtimes.server.guard import is_local
     from edgelin.runtimes.server.limits import Limits
     from edgelin.runtimes.server.process import serve
 
@@ -52,5 +53,7 @@ def command(
     def ready(address: str, server: Server) -> None:
         click.echo(f"{bundle.resolve().name} at {address}/v1, {bounds.slots} slots; Ctrl-C ends it")
 
+    if not (api_key or is_local(host)):
+        click.echo(f"Warning: whoever reaches {host} can use it; give --api-key", err=True)
     model = edgelin.load(bundle, variant=variant, threads=threads)
     serve(model, bounds, host=host, port=port, api_key=api_key or None, ready=ready)

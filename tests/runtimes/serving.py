@@ -69,7 +69,7 @@ class Serving:
         )
 
     def stop(self) -> None:
-        self.server.stop()
+        self.server.stop(0)
         self.thread.join(30)
         assert not self.thread.is_alive()
 
@@ -90,7 +90,7 @@ def serving(
         ready.set()
 
     def run() -> None:
-        bounds = Limits(**{"grace": 0, **limits})
+        bounds = Limits(**limits)
         try:
             serve(bundle, bounds, host="127.0.0.1", port=0, api_key=key, ready=tell)
         except BaseException as error:

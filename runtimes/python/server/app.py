@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import chat
+from edgelin.runtimes.sampler import Sampling
 from edgelin.runtimes.server.answers import Answer
 from edgelin.runtimes.server.engine import Engine, Job
 from edgelin.runtimes.server.errors import ApiError
@@ -54,7 +55,9 @@ class Api:
         self.sessions = Sessions(limits.sessions)
         self.engine = Engine(bundle, limits, self.metrics)
         self.metrics.watch("sessions", "Sessions that are kept.", lambda: len(self.sessions))
-        self._defaults = chat.defaults(bundle)
+        # A request that says nothing must not be refused for it.
+        most = min(Sampling.max_tokens, limits.max_tokens)
+        self._defaults = {**chat.defaults(bundle), "max_tokens": most}
         self._key, self._local = api_key, local
         self._arriving = 0
         # One thread: the tokenizer has a switch that a second one would find turned.

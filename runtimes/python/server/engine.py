@@ -146,11 +146,10 @@ class Engine:
                 job.cancelled = True
             self._changed.notify()
 
-    def drain(self) -> None:
+    def drain(self, grace: float) -> None:
         """Take on nothing new; what runs is cut after the seconds of grace."""
         with self._changed:
-            if self._deadline is None:
-                self._deadline = time.monotonic() + self._limits.grace
+            self._deadline = time.monotonic() + grace
             self._changed.notify()
 
     def close(self) -> None:

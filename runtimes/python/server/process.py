@@ -10,6 +10,7 @@ from types import FrameType
 import uvicorn
 
 from edgelin.errors import EdgelinError
+from edgelin.runtimes import checks
 from edgelin.runtimes.server.app import Api
 from edgelin.runtimes.server.guard import is_local
 from edgelin.runtimes.server.limits import Limits
@@ -17,7 +18,7 @@ from edgelin.runtimes.session import Bundle
 
 
 class Server(uvicorn.Server):
-    """uvicorn that lets the engine end first; a second signal ends at once."""
+    """uvicorn that lets the engine end first."""
 
     def __init__(self, api: Api) -> None:
         super().__init__(
@@ -30,21 +31,27 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=api.limits.stall,
                 # The engine has cut everything by then.
                 timeout_graceful_shutdown=api.limits.grace + 5,
             )
         )
         self._api = api
+        self._signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or Ctrl-C: take on nothing new; end when what runs has ended."""
-        self.force_exit = self.should_exit
-        self.stop()
+        """SIGTERM or Ctrl-C: end when what runs has ended; a second one cuts it, a third all else.
 
-    def stop(self) -> None:
-        """The same for a server in a thread."""
-        self._api.engine.drain()
+        uvicorn's own would raise the signal again at the end, which then looks like a failure.
+        """
+        self._signals += 1
+        self.stop(self._api.limits.grace if self._signals == 1 else 0)
+        self.force_exit = self._signals > 2
+
+    def stop(self, grace: float) -> None:
+        """Take on nothing new, and end after so many seconds at the latest."""
+        self._api.engine.drain(grace)
         self.should_exit = True
 
 
@@ -83,6 +90,7 @@ def serve(
 
 def _listen(host: str, port: int, stall: int) -> socket.socket:
     """A listening socket."""
+    checks.require(0 <= port <= 65535, "port", port, "0 (any free one) .. 65535")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, number, _, address = found[0]
