@@ -101,7 +101,7 @@ def _model(
     return ir.Model(graph, ir_version=9), {"table": table, "up": up, "gate": gate, "bias": bias}
 
 
-@pytest.mark.parametrize(("bits", "width", "size"), [(4, 80, 32), (8, 80, 32), (8, 384, 128)])
+@pytest.mark.parametrize(("bits", "width", "size"), [(4, 80, 32), (8, 80, 32), (8, 1024, 128)])
 def test_graph_computes_with_the_rounded_matrices(bits: int, width: int, size: int) -> None:
     model, weights = _model(width)
     outcome = quantise(model, Recipe(bits=bits, embedding_bits=bits))
