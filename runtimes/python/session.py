@@ -17,6 +17,7 @@ import psutil
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import capsules, checks
 from edgelin.runtimes.buffers import Buffers
+from edgelin.runtimes.huge_pages import huge_pages
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.pool import Pool
 from edgelin.runtimes.snapshots import Snapshot
@@ -53,7 +54,9 @@ class Bundle:
         self.manifest.check_files(path, variant)
         self.variant = variant or self.manifest.default_variant
         self.threads = threads
-        self.session = open_session(path / graph.file, self.threads)
+        # A packed matrix is a little larger than the file's: sums of its blocks stand beside it.
+        with huge_pages(sum(record.bytes for record in graph.files.values()) * 5 // 4):
+            self.session = open_session(path / graph.file, self.threads)
         _check_metadata(self.session, self.manifest, path / graph.file)
         self.in_place = in_place_works(self.session, self.manifest)
 
