@@ -15,14 +15,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from edgelin import tokenizer as tokenizers
 from edgelin.config import ModelConfig, from_dict, to_dict
 from edgelin.errors import EdgelinError
 from edgelin.files import replacing
+from edgelin.mapped import MappedFile, release
 from edgelin.model import SequenceModel
 
 MODEL_TYPE = "edgelin"
@@ -30,6 +34,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 FORMAT = 1
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_PIECE_BYTES = 1 << 26  # read at a time
 _ARCHITECTURES = {False: "EdgelinForCausalLM", True: "EdgelinForFeatures"}
 _HEADER = {"model_type", "architectures", "format"}
 _NEXT = "give the folder that `edgelin train` wrote, or copy it again"
@@ -113,7 +118,11 @@ def _write_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, content: str
 
 
 def load(
-    folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    mapped: MappedFile | None = None,
 ) -> tuple[SequenceModel, ModelConfig]:
     """Read a checkpoint folder; the model comes in evaluation mode.
 
@@ -121,6 +130,7 @@ def load(
         folder: Written by :func:`save`.
         device: Where the model is put.
         dtype: Of its parameters; None is float32, whatever the file holds.
+        mapped: Where the parameters lie, so that they are not in memory unless they are used.
 
     Raises:
         EdgelinError: A file is missing, damaged, of another architecture, or does not fit.
@@ -136,9 +146,32 @@ def load(
                 f"{tokenizer} has token id {largest}, the model's vocab_size is "
                 f"{config.vocab_size}; take the tokenizer.json that the model was trained with"
             )
-    model = SequenceModel(config)
+    model = SequenceModel(config) if mapped is None else _mapped_model(config, mapped)
     fill(model, folder)
     return model.to(device=device, dtype=dtype).eval(), config
+
+
+def _mapped_model(config: ModelConfig, file: MappedFile) -> SequenceModel:
+    """A model whose parameters lie in a mapped file, with no values yet."""
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(on_meta)
+    try:
+        model = SequenceModel(config)  # initial values of no memory take no time
+    finally:
+        hook.remove()
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                values = torch.from_numpy(file.empty(tuple(parameter.shape), np.float32))
+                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+    return model
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -173,7 +206,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     return from_dict(ModelConfig, fields, str(path))
 
 
-def own_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, each tensor once."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
@@ -266,15 +299,27 @@ def fill(model: SequenceModel, folder: Path) -> None:
 
 
 def _copy(path: Path, own: dict[str, torch.Tensor]) -> None:
-    with safe_open(path, framework="pt") as file, torch.no_grad():
-        for name, tensor in own.items():
+    """Fill tensors from a file that is opened for each piece: closing it takes it from memory."""
+    for name, tensor in own.items():
+        with safe_open(path, framework="pt") as file:
             stored = list(file.get_slice(name).get_shape())
-            if stored != list(tensor.shape):
-                raise EdgelinError(
-                    f"{path}: {name} has shape {stored}, config.json makes it "
-                    f"{list(tensor.shape)}; the two files do not belong together"
-                )
-            tensor.copy_(file.get_tensor(name))
+        if stored != list(tensor.shape):
+            raise EdgelinError(
+                f"{path}: {name} has shape {stored}, config.json makes it "
+                f"{list(tensor.shape)}; the two files do not belong together"
+            )
+        for rows in _pieces(tensor):
+            with safe_open(path, framework="pt") as file, torch.no_grad():
+                tensor[rows].copy_(file.get_slice(name)[rows])
+        release()
+
+
+def _pieces(tensor: torch.Tensor) -> list[Any]:
+    """Indices that cut a tensor into pieces along its first axis; ``...`` takes it whole."""
+    if tensor.nbytes <= _PIECE_BYTES:
+        return [...]
+    rows = max(1, _PIECE_BYTES // tensor[0].nbytes)
+    return [slice(i, i + rows) for i in range(0, len(tensor), rows)]
 
 
 def _compare(path: Path, needed: set[str], found: set[str]) -> None:

@@ -29,23 +29,69 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _LARGEST = 127
+_WIDTH = 8192
 _ATTRIBUTE = "accuracy_level"
 
 
 @contextlib.contextmanager
 def float_activations(graph: Path) -> Iterator[Path]:
-    """A quantised graph with float activations, over the same weights; the file is temporary."""
+    """A quantised graph with float activations, over the same weights; the file is temporary.
+
+    The kernel then takes the whole matrix apart, so that the rows of a wide one, such as the
+    output head, are given to several nodes.
+    """
     model = onnx.load(str(graph), load_external_data=False)
-    for node in model.graph.node:
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    nodes = [part for node in model.graph.node for part in _narrow(node, stored)]
+    for node in nodes:
         for attribute in node.attribute:
             if attribute.name == _ATTRIBUTE:
                 attribute.i = 0
+    del model.graph.node[:], model.graph.initializer[:]
+    model.graph.node.extend(nodes)
+    model.graph.initializer.extend(stored.values())
     path = graph.with_name(f"{graph.stem}_float_activations.onnx")
     try:
         path.write_bytes(model.SerializeToString())
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+def _narrow(node: onnx.NodeProto, stored: dict[str, onnx.TensorProto]) -> list[onnx.NodeProto]:
+    """A MatMulNBits, cut into some of at most ``_WIDTH`` rows whose results are concatenated."""
+    rows = next((a.i for a in node.attribute if a.name == "N"), 0)
+    inputs = [name for name in node.input[1:] if name]
+    if rows <= _WIDTH or not all(stored[name].external_data for name in inputs):
+        return [node]
+    parts = []
+    for start in range(0, rows, _WIDTH):
+        count = min(_WIDTH, rows - start)
+        part = onnx.NodeProto()
+        part.CopyFrom(node)
+        part.name, part.output[0] = "", f"{node.output[0]}_{start}"
+        for attribute in part.attribute:
+            if attribute.name == "N":
+                attribute.i = count
+        for i, name in enumerate(node.input):
+            if i and name:
+                part.input[i] = f"{name}_{start}"
+                stored[part.input[i]] = _cut(stored[name], start, count, part.input[i])
+        parts.append(part)
+    outputs = [part.output[0] for part in parts]
+    return [*parts, onnx.helper.make_node("Concat", outputs, list(node.output), axis=-1)]
+
+
+def _cut(tensor: onnx.TensorProto, start: int, count: int, name: str) -> onnx.TensorProto:
+    """Some rows of a tensor in a file of weights."""
+    part = onnx.TensorProto()
+    part.CopyFrom(tensor)
+    part.name, part.dims[0] = name, count
+    places = {entry.key: entry for entry in part.external_data}
+    row = int(places["length"].value) // tensor.dims[0]
+    places["offset"].value = str(int(places["offset"].value) + start * row)
+    places["length"].value = str(count * row)
+    return part
 
 
 class RoundedActivations(TorchFunctionMode):

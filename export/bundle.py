@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import shutil
 import sys
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from edgelin.export.measure import measure
 from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import RECIPES, Outcome, Recipe
 from edgelin.export.quantise import quantise as quantise_graph
+from edgelin.export.reference import reference
 from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, count_nodes
 from edgelin.export.rounding import Rounded
 from edgelin.export.step_form import step_form
@@ -37,6 +39,7 @@ from edgelin.export.trace import trace
 from edgelin.export.verify_streams import ragged_error
 from edgelin.families import convert
 from edgelin.files import staging
+from edgelin.mapped import MappedFile, release
 from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import FileRecord, Manifest, Variant, file_records
 from edgelin.runtimes.session import Bundle
@@ -109,23 +112,31 @@ def _export(
     force: bool,
     streams: bool,
 ) -> Report:
-    """:func:`export_checkpoint` of a checkpoint of ours, with everything checked before."""
-    model, config = checkpoints.load(checkpoint)
-    if config.features is not None:
-        recipes = {name: recipe and recipe.for_features() for name, recipe in recipes.items()}
-    check_onnxruntime(_oldest(chosen, model, recipes))
-    _check_weights(checkpoint, model)
-    model = step_form(model)
-    if config.features is None:
-        _check_tokenizer(checkpoint / "tokenizer.json", config.vocab_size)
-    with staging(out) as folder:
-        report = _Export(checkpoint, model, chosen, folder, attention, streams).run(recipes)
+    """:func:`export_checkpoint` of a checkpoint of ours."""
+    with staging(out) as folder, MappedFile(out.parent) as mapped:
+        model, recipes = _load(checkpoint, recipes, chosen, mapped)
+        job = _Export(checkpoint, model, chosen, folder, mapped, attention, streams)
+        report = job.run(recipes)
         failures = report.failures()
         report.bundle = target.failed(out) if failures else out
         target.put(folder, report.bundle, force=force or bool(failures))
     if failures:
         raise EdgelinError(f"{'; '.join(failures)}; see {report.bundle / TEXT_NAME}")
     return report
+
+
+def _load(
+    checkpoint: Path, recipes: dict[str, Recipe | None], chosen: Profile, mapped: MappedFile
+) -> tuple[SequenceModel, dict[str, Recipe | None]]:
+    """The model in the form that is exported, with everything checked, and the recipes for it."""
+    model, config = checkpoints.load(checkpoint, mapped=mapped)
+    if config.features is not None:
+        recipes = {name: recipe and recipe.for_features() for name, recipe in recipes.items()}
+    check_onnxruntime(_oldest(chosen, model, recipes))
+    _check_weights(checkpoint, model)
+    if config.features is None:
+        _check_tokenizer(checkpoint / "tokenizer.json", config.vocab_size)
+    return step_form(model), recipes
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,7 @@ class _Export:
     model: SequenceModel
     profile: Profile
     folder: Path
+    mapped: MappedFile
     attention: tuple[Attention, Cost | None]
     streams: bool
 
@@ -182,6 +194,8 @@ class _Export:
         """Trace once and make every variant; the trace's weights are gone afterwards."""
         _say(f"tracing {len(self.model.config.layers)} layers")
         traced = trace(self.model, lengths=self.streams)
+        gc.collect()  # torch's own graphs, which refer to themselves
+        _give_back()
         try:
             return {
                 _FILES[name]: self._build(traced.clone(), _FILES[name], recipe, manifest)
@@ -200,7 +214,12 @@ class _Export:
             _say(f"rounding the matrices of {key} to {recipe.bits} bits")
             weights = self.model.num_parameters()
             with tqdm(total=weights, unit="weight", unit_scale=True, disable=None) as bar:
-                outcome = quantise_graph(graph, recipe, progress=bar.update)
+
+                def done(count: int) -> None:
+                    bar.update(count)
+                    release()
+
+                outcome = quantise_graph(graph, recipe, progress=done, empty=self.mapped.empty)
         passes.finish(graph, self.profile)
         contract.stamp(graph, manifest)
         _say(f"writing {key}")
@@ -222,7 +241,6 @@ class _Export:
         specs, parameters = self.model.state_specs(), self.model.num_parameters()
         wanted = self._reference()
         exact = {key: self._own_weights(one, wanted) for key, one in built.items()}
-        _drop_weights(self.model)
         reports = {key: self._replay(key, one, wanted, *exact[key]) for key, one in built.items()}
         golden.write(self.folder, wanted, {key: found.model for key, found in reports.items()})
         return Report(
@@ -253,8 +271,10 @@ class _Export:
         self, rounded: Mapping[str, Rounded] | None = None, *, rounded_activations: bool = False
     ) -> golden.Stream:
         """The golden stream in float64."""
-        stream = golden.reference(self.model, rounded, rounded_activations=rounded_activations)
-        _trim_heap()
+        stream = reference(
+            self.model, rounded, rounded_activations=rounded_activations, empty=self.mapped.empty
+        )
+        _give_back()
         return stream
 
     def _replay(
@@ -267,11 +287,15 @@ class _Export:
     ) -> VariantReport:
         """Run the golden stream through one variant."""
         opened = Bundle(self.folder, variant=key)
-        got = golden.replay(opened, wanted.inputs)
+        got = golden.replay(opened, wanted.inputs, self.mapped.empty)
+        ragged = ragged_error(opened, wanted.inputs)
+        del opened  # before there is another session
         floats = None
         if rounded_activations is not None:
+            _give_back()
             own = golden.replay_float(self.folder, one.variant, wanted.inputs)
             floats = golden.compare(exact, own)
+        _give_back()
         return VariantReport(
             bits=one.bits,
             bytes=sum(record.bytes for record in one.variant.files.values()),
@@ -281,7 +305,7 @@ class _Export:
             float_activations=floats,
             rounded_activations=rounded_activations,
             matrices=one.outcome.matrices,
-            ragged=ragged_error(opened, wanted.inputs),
+            ragged=ragged,
             measured=measure(self.folder, key),
         )
 
@@ -313,6 +337,7 @@ def _check_weights(checkpoint: Path, model: SequenceModel) -> None:
                 f"{checkpoint}: {name} holds NaN or infinity; take an earlier checkpoint, or "
                 f"train it again with a smaller learning rate"
             )
+        release()
 
 
 def _forget_weights(graph: ir.Model) -> None:
@@ -321,15 +346,9 @@ def _forget_weights(graph: ir.Model) -> None:
         value.const_value = None
 
 
-def _drop_weights(model: SequenceModel) -> None:
-    """Give the memory of a model's weights back, which the sessions of its bundle need."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.new_empty(0)
-    _trim_heap()
-
-
-def _trim_heap() -> None:
-    """Have glibc give freed memory back to the system, which it does late if at all."""
+def _give_back() -> None:
+    """Give memory back to the system: mapped pages, and what glibc keeps of freed memory."""
+    release()
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

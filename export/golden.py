@@ -13,25 +13,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from edgelin.export.activations import RoundedActivations, float_activations, round_activations
+from edgelin.export.activations import float_activations
 from edgelin.export.contract import signature
-from edgelin.export.rounding import Rounded
 from edgelin.layers import FeatureProjection
+from edgelin.mapped import Empty, release
 from edgelin.recurrences import CHUNK
 from edgelin.runtimes.buffers import Buffers
 from edgelin.runtimes.distribution import divergence
@@ -47,7 +41,6 @@ PIECES = (1, 1, 63, 64, 1)
 _TOP = 8
 _SAMPLES = 4
 _SEED = 20_231
-_HEAD_ROWS = 4096
 _LEAST = 1e-30  # in the place of a largest magnitude of 0
 _POSITIONS = 16  # compared at a time
 # Float32 graphs: room for other CPUs' summation order. Quantised ones: for other int8 kernels.
@@ -117,117 +110,21 @@ def inputs_of(model: SequenceModel) -> npt.NDArray[Any]:
     return steps
 
 
-def reference(
-    model: SequenceModel,
-    rounded: Mapping[str, Rounded] | None = None,
-    *,
-    rounded_activations: bool = False,
-) -> Stream:
-    """Run the model in float64, in one call from its initial state.
-
-    Args:
-        model: The model; not changed.
-        rounded: Parameters to replace by their quantised values.
-        rounded_activations: Round also what these are multiplied with, to 8 bits in their blocks.
-    """
-    inputs = inputs_of(model)
-    _, output = signature(model.config)
-    rounded = rounded or {}
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        exact = _exact(model, rounded)
-        sizes: dict[Tensor, int] = {
-            parameter: rounded[name].block_size
-            for name, parameter in exact.named_parameters()
-            if rounded_activations and name in rounded
-        }
-        stack.enter_context(RoundedActivations(list(sizes.items())))
-        hidden, states = exact.hidden(torch.from_numpy(inputs)[None], exact.initial_state(1, "cpu"))
-        if exact.config.features is None and exact.head_weight in sizes:
-            hidden = round_activations(hidden, sizes[exact.head_weight])
-        outputs = _outputs(exact, hidden)
-    return Stream(
-        inputs,
-        outputs[0].double().numpy(),
-        {name: value[0].numpy() for name, value in states.items()},
-        output.is_distribution,
-    )
-
-
-def _exact(model: SequenceModel, rounded: Mapping[str, Rounded]) -> SequenceModel:
-    """The model in float64, without a second copy of its weights: a block has its own as it runs.
-
-    The embedding and the head keep float32: what is read from them is exact in float64.
-    """
-    shared: dict[int, Any] = {}  # what deepcopy takes in the place of copies: the same storage
-    for tensor in (*model.parameters(), *model.buffers()):
-        view = tensor.detach()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        shared[id(tensor)] = nn.Parameter(view, requires_grad=False) if is_parameter else view
-    exact = copy.deepcopy(model, shared).eval()
-    is_text = model.config.features is None
-    for i, block in enumerate(exact.blocks):
-        _run_in_float64(block, f"blocks.{i}.", rounded)
-    for name, part in exact.named_children():
-        weight = f"{name}.weight"
-        if name in ("embedding", "head") and is_text:
-            if weight in rounded:
-                parameter = part.get_parameter("weight")
-                parameter.data = _values(rounded[weight], parameter)
-        elif name != "blocks":
-            part.double()
-    if is_text:
-        exact.embedding.register_forward_hook(lambda part, given, rows: rows.double())
-    return exact
-
-
-def _run_in_float64(block: nn.Module, prefix: str, rounded: Mapping[str, Rounded]) -> None:
-    """Have a block's weights in float64, rounded if they are to be, while it runs."""
-    kept = {name: parameter.data for name, parameter in block.named_parameters()}
-
-    def before(part: nn.Module, given: Any) -> None:
-        part.double()
-        for name in kept:
-            if prefix + name in rounded:
-                parameter = part.get_parameter(name)
-                parameter.copy_(_values(rounded[prefix + name], parameter))
-
-    def after(part: nn.Module, given: Any, result: Any) -> None:
-        for name, data in kept.items():
-            part.get_parameter(name).data = data
-
-    block.register_forward_pre_hook(before)
-    block.register_forward_hook(after)
-
-
-def _values(matrix: Rounded, parameter: Tensor) -> Tensor:
-    """The numbers of a rounded parameter, in its shape."""
-    return torch.from_numpy(matrix.values(parameter.shape[-1])).view_as(parameter)
-
-
-def _outputs(exact: SequenceModel, hidden: Tensor) -> Tensor:
-    """``exact.logits``, of text with a few rows of the head in float64 at a time."""
-    if exact.config.features is not None:
-        return exact.logits(hidden)
-    rows = exact.head_weight.split(_HEAD_ROWS)
-    return exact.capped(torch.cat([F.linear(hidden, part.double()) for part in rows], -1))
-
-
-def replay(bundle: Bundle, inputs: npt.NDArray[Any]) -> Stream:
+def replay(bundle: Bundle, inputs: npt.NDArray[Any], empty: Empty = np.empty) -> Stream:
     """Feed the pieces to a bundle's default runtime.
 
     Args:
         bundle: An opened variant.
         inputs: `[T]` or `[T, F]`, T = sum of ``PIECES``.
+        empty: Makes the array of the outputs.
     """
-    stream = bundle.stream(capsule="none")
-    ends = np.cumsum(PIECES)
-    outputs = [
-        stream.feed(inputs[end - length : end], all_outputs=True)
-        for end, length in zip(ends, PIECES, strict=True)
-    ]
+    stream, output = bundle.stream(capsule="none"), bundle.manifest.output
+    outputs = empty((len(inputs), output.size), np.float64)
+    for end, length in zip(np.cumsum(PIECES), PIECES, strict=True):
+        piece = slice(end - length, end)
+        outputs[piece] = stream.feed(inputs[piece], all_outputs=True)
     states = {name: value[0] for name, value in stream.states().items()}
-    is_distribution = bundle.manifest.output.is_distribution
-    return Stream(inputs, np.concatenate(outputs).astype(np.float64), states, is_distribution)
+    return Stream(inputs, outputs, states, output.is_distribution)
 
 
 def replay_float(folder: Path, variant: Variant, inputs: npt.NDArray[Any]) -> Stream:
@@ -266,6 +163,7 @@ def compare(wanted: Stream, got: Stream) -> Errors:
         total += float(np.square(one).sum())
         same += int((one.argmax(-1) == two.argmax(-1)).sum())
         distance += float(divergence(one, two).sum()) if wanted.is_distribution else 0.0
+        release()
     states = [
         float(np.abs(got.states[name].astype(np.float64) - value).max() / _scale(value))
         for name, value in wanted.states.items()
@@ -332,7 +230,7 @@ def _checksum(value: npt.NDArray[Any]) -> dict[str, Any]:
 
 def _scale(value: npt.NDArray[Any]) -> float:
     """Largest magnitude, never 0."""
-    return max(float(np.abs(value).max(initial=0)), _LEAST)
+    return max(float(value.max(initial=0)), -float(value.min(initial=0)), _LEAST)
 
 
 def _short(value: float) -> float:

@@ -25,7 +25,7 @@ _WORST = 1e-3
 # one of these by a whole step.
 _WORST_RAGGED = 5e-2
 # What rounded activations may cost, times what they cost in the float64 model: two draws of the
-# same noise were within a tenth of each other in every model tried.
+# same noise were within a fifth of each other in every model tried.
 _ROOM = 1.5
 
 

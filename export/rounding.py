@@ -9,11 +9,14 @@ least-squares scale of its codes, and the one with the smallest squared error is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from edgelin.mapped import Empty
 
 Array = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
@@ -41,9 +44,9 @@ class Rounded:
     @property
     def block_size(self) -> int:
         """Weights that share a scale."""
-        return self.codes.shape[-1]
+        return int(self.codes.shape[-1])
 
-    def rows(self, index: npt.NDArray[np.integer[Any]]) -> Rounded:
+    def rows(self, index: slice | npt.NDArray[np.integer[Any]]) -> Rounded:
         """Some of the rows."""
         zeros = None if self.zero_points is None else self.zero_points[index]
         return Rounded(self.codes[index], self.scales[index], zeros, self.bits)
@@ -79,6 +82,7 @@ def round_matrix(
     block_size: int,
     *,
     symmetric: bool = True,
+    empty: Empty = np.empty,
 ) -> Rounded:
     """Round every row in blocks.
 
@@ -87,14 +91,31 @@ def round_matrix(
         bits: 4 or 8.
         block_size: Weights that share a scale.
         symmetric: Whether the zero point is fixed in the middle.
+        empty: Makes the arrays of the result.
     """
-    blocks = _blocks(rows, block_size)
-    parts = [
-        _round(blocks[i : i + _ROWS_AT_ONCE], bits, symmetric)
-        for i in range(0, len(blocks), _ROWS_AT_ONCE)
-    ]
-    codes, scales, zeros = (np.concatenate(part) for part in zip(*parts, strict=True))
+    shape = (len(rows), -(-rows.shape[1] // block_size))
+    codes, scales = empty((*shape, block_size), np.uint8), empty(shape, np.float32)
+    zeros = empty(shape, np.uint8)
+    for part in row_slices(len(rows)):
+        found = _round(_blocks(rows[part], block_size), bits, symmetric)
+        codes[part], scales[part], zeros[part] = found
     return Rounded(codes, scales, None if symmetric else zeros, bits)
+
+
+def row_slices(count: int) -> list[slice]:
+    """Rows that are worked on at a time: a matrix may be a good part of the model."""
+    return [slice(i, i + _ROWS_AT_ONCE) for i in range(0, count, _ROWS_AT_ONCE)]
+
+
+def relative_error(rounded: Rounded, rows: Array) -> float:
+    """||W' - W|| / ||W||."""
+    wrong = size = 0.0
+    for part in row_slices(len(rows)):
+        difference = rounded.rows(part).values(rows.shape[1])
+        difference -= rows[part]
+        wrong += float(np.linalg.norm(difference)) ** 2
+        size += float(np.linalg.norm(rows[part])) ** 2
+    return math.sqrt(wrong) / max(math.sqrt(size), 1e-30)
 
 
 def _blocks(rows: Array, block_size: int) -> Array:

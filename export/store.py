@@ -13,8 +13,11 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
+
+from edgelin.mapped import release
 
 _PAGE = 1 << 16
 _ALIGNMENT = 16
@@ -40,13 +43,14 @@ def save(model: ir.Model, path: Path) -> list[Path]:
     try:
         with data.open("wb") as file:
             for value in large:
-                raw = _tensor(value).tobytes()
+                raw = np.ascontiguousarray(_tensor(value).numpy()).reshape(-1).view(np.uint8).data
                 key = hashlib.sha256(raw).digest()
                 if key not in places:
                     step = _PAGE if len(raw) >= _PAGE else _ALIGNMENT
                     file.write(bytes(-file.tell() % step))
                     places[key] = (file.tell(), len(raw))
                     file.write(raw)
+                release()
                 offset, length = places[key]
                 value.const_value = _external(value, data.name, offset, length)
         path.write_bytes(ir.serde.serialize_model(model).SerializeToString(deterministic=True))

@@ -21,7 +21,8 @@ from edgelin.files import staging
 from edgelin.model import SequenceModel
 from edgelin.model_config import ModelConfig
 
-SHARD_BYTES = 256 << 20  # what is held at a time, twice while it is written
+SHARD_BYTES = 256 << 20  # what is held at a time
+_TEMPORARY_SHARD_BYTES = 64 << 20
 Progress = Callable[[int, int], Any]
 
 
@@ -29,6 +30,7 @@ def convert(
     folder: str | Path,
     out: str | Path,
     *,
+    shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda count, total: None,
 ) -> ModelConfig:
     """Write a foreign checkpoint in our own format.
@@ -36,6 +38,7 @@ def convert(
     Args:
         folder: Local folder in the Hugging Face shape, or with a ``.pth`` file of RWKV.
         out: Folder to fill; made if missing.
+        shard_bytes: Largest content of a weight file, and what is held at a time.
         progress: Is told the numbers of every tensor that is written, and those of all.
 
     Returns:
@@ -57,7 +60,7 @@ def convert(
     config, weights = family.read(fields)
     fields.finish()
     tensors = Tensors(folder, getattr(family, "SKIP", r"(?!)"))
-    checkpoints.write(out, config, _checked(config, weights(tensors), progress), SHARD_BYTES)
+    checkpoints.write(out, config, _checked(config, weights(tensors), progress), shard_bytes)
     tensors.finish()
     tokenizers.convert(folder, out, values)
     return config
@@ -93,7 +96,7 @@ def own(folder: Path) -> Iterator[Path]:
         yield folder  # what is wrong with it, reading it as ours will say
         return
     with tempfile.TemporaryDirectory(prefix="edgelin-") as temporary:
-        convert(folder, temporary)
+        convert(folder, temporary, shard_bytes=_TEMPORARY_SHARD_BYTES)
         if not (Path(temporary) / "tokenizer.json").is_file():
             raise EdgelinError(
                 f"{folder} has no tokenizer; add the model's tokenizer.json, tokenizer.model or "

@@ -204,8 +204,8 @@ def _readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
     try:
         for path in _files(folder):
             if path.suffix == ".safetensors":
-                file: Any = safe_open(path, framework="pt")
-                found |= {key: _lazily(file, key) for key in file.keys()}  # noqa: SIM118
+                with safe_open(path, framework="pt") as file:
+                    found |= {key: _lazily(path, key) for key in file.keys()}  # noqa: SIM118
             else:
                 values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
                 found |= {key: (lambda value=value: value) for key, value in values.items()}
@@ -217,11 +217,12 @@ def _readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
     return found
 
 
-def _lazily(file: Any, key: str) -> Callable[[], Tensor]:
-    """A reader of one tensor; the file stays open, and its pages are not in memory before."""
+def _lazily(path: Path, key: str) -> Callable[[], Tensor]:
+    """A reader of one tensor. An open file would keep all that was read of it in memory."""
 
     def read() -> Tensor:
-        tensor: Tensor = file.get_tensor(key)
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
         return tensor
 
     return read

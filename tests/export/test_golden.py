@@ -12,6 +12,7 @@ import torch
 
 from edgelin.config import FeatureConfig, ModelConfig
 from edgelin.export import golden
+from edgelin.export.reference import reference
 from edgelin.export.rounding import Rounded, round_matrix
 from edgelin.model import SequenceModel
 
@@ -55,7 +56,7 @@ def test_reference(kind: str, bits: int | None) -> None:
     assert not bits or len(rounded) > 7
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
     outputs, states = plainly(model, rounded)
-    found = golden.reference(model, rounded)
+    found = reference(model, rounded)
     assert found.outputs.dtype == np.float64
     np.testing.assert_allclose(found.outputs, outputs[0].numpy(), rtol=0, atol=1e-12)
     for name, value in found.states.items():
