@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.recurrences.exporting import is_exporting
-from edgelin.recurrences.lengths import last, masked
+from edgelin.recurrences.lengths import last
 
 # A tensor, because torch's exporter stores a Python number in float32 beside float64 operands.
 _TURN = torch.tensor(2 * math.pi, dtype=torch.float64)
