@@ -45,8 +45,13 @@ from edgelin.runtimes.manifest import FileRecord, Manifest, Variant, file_record
 from edgelin.runtimes.session import Bundle
 from edgelin.runtimes.text import TextCodec
 
-_FILES = {"none": "model", "int8": "model_q8", "int4": "model_q4"}
-_PREFERRED = ("int8", "int4", "none")
+_FILES = {
+    "none": "model",
+    "int8": "model_q8",
+    "int4": "model_q4",
+    "int4-fast": "model_q4_fast",
+}
+_PREFERRED = ("int8", "int4", "int4-fast", "none")
 
 
 def export_checkpoint(
@@ -65,7 +70,7 @@ def export_checkpoint(
     Args:
         checkpoint: Checkpoint folder, ours or one that a family reads.
         out: Folder to make; it must not exist, unless ``force``.
-        quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``.
+        quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``, ``"int4-fast"``.
         profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
         force: Replace a bundle or empty folder at ``out``, after the new bundle has passed.
         attention: What layers that attend to all tokens become: ``"full"``, ``"window=N"`` or
@@ -332,7 +337,8 @@ def _oldest(profile: Profile, model: SequenceModel, recipes: dict[str, Recipe | 
 def _check_weights(checkpoint: Path, model: SequenceModel) -> None:
     """Refuse weights with which every answer would be NaN, or that cannot be rounded."""
     for name, tensor in checkpoints.own_tensors(model).items():
-        if not all(part.isfinite().all() for part in tensor.flatten().split(1 << 20)):
+        bounds = (bound for part in tensor.flatten().split(1 << 24) for bound in part.aminmax())
+        if not all(bound.isfinite() for bound in bounds):
             raise EdgelinError(
                 f"{checkpoint}: {name} holds NaN or infinity; take an earlier checkpoint, or "
                 f"train it again with a smaller learning rate"

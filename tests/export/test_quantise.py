@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from export_models import session
 
-from edgelin.export.quantise import Recipe, quantise
+from edgelin.export.quantise import RECIPES, Recipe, quantise
 from edgelin.export.rounding import round_matrix
 
 WIDTH, ROWS = 80, 12  # no multiple of the block of 32
@@ -101,10 +101,12 @@ def _model(
     return ir.Model(graph, ir_version=9), {"table": table, "up": up, "gate": gate, "bias": bias}
 
 
-@pytest.mark.parametrize(("bits", "width", "size"), [(4, 80, 32), (8, 80, 32), (8, 1024, 128)])
+@pytest.mark.parametrize(
+    ("bits", "width", "size"), [(4, 80, 32), (4, 1024, 128), (8, 80, 32), (8, 1024, 128)]
+)
 def test_graph_computes_with_the_rounded_matrices(bits: int, width: int, size: int) -> None:
     model, weights = _model(width)
-    outcome = quantise(model, Recipe(bits=bits, embedding_bits=bits))
+    outcome = quantise(model, Recipe(bits=bits, embedding_bits=bits, block_size=size))
     assert {n.attributes.get_int("block_size", size) for n in model.graph} == {size}
     assert sorted(outcome.rounded) == ["embedding.weight", "up.weight"]
     assert [n.op_type for n in model.graph] == [
@@ -140,8 +142,14 @@ def test_graph_computes_with_the_rounded_matrices(bits: int, width: int, size: i
         (8, (2048, 512), 64),
     ],
 )
-def test_blocks_of_eight_bits_fill_the_rows(bits: int, widths: tuple[int, ...], size: int) -> None:
+def test_blocks_fill_the_rows(bits: int, widths: tuple[int, ...], size: int) -> None:
     assert Recipe(bits=bits, embedding_bits=8).block(bits, *widths) == size
+
+
+@pytest.mark.parametrize(("width", "size"), [(1024, 128), (2816, 128), (576, 64), (384, 32)])
+def test_fast_blocks_of_four_bits(width: int, size: int) -> None:
+    recipe = RECIPES["int4-fast"]
+    assert recipe is not None and recipe.block(4, width) == size
 
 
 def test_recipe_words_are_whole_words() -> None:
