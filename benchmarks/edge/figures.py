@@ -16,11 +16,12 @@ import numpy as np
 import peers
 from bandwidth import Probe
 from llama import Llama
-from models import Store
+from models import FAST, FLOAT, INT4, INT8, Store
 from numpy.typing import NDArray
 from rounds import median_ratio, median_time, paired, undisturbed
 
 import edgelin
+from edgelin.runtimes.huge_pages import huge_pages
 from edgelin.runtimes.session import open_session
 from edgelin.runtimes.stream import Stream
 
@@ -97,7 +98,8 @@ class Figure:
 
 def opened(place: Place, name: str, variant: str, threads: int, batch: int = 1) -> Stream:
     """A stream of a bundle."""
-    return edgelin.load(place.store.bundle(name, variant), threads=threads).stream(batch)
+    bundle = edgelin.load(place.store.bundle(name), variant=variant, threads=threads)
+    return bundle.stream(batch)
 
 
 def stepper(stream: Stream, batch: int = 1) -> Callable[[], object]:
@@ -120,9 +122,9 @@ def _tokens(stream: Stream, batch: int, time: int) -> NDArray[np.int64]:
 
 def read_share(place: Place) -> Found:
     """Bytes that a float32 step reads and writes a second, over what memory can do."""
-    path = place.store.graph("gla", "none")
+    path = place.store.graph("gla", FLOAT)
     with place.undisturbed():
-        stream, probe = opened(place, "gla", "none", 2), Probe(2)
+        stream, probe = opened(place, "gla", FLOAT, 2), Probe(2)
         step = stepper(stream)
         touched = graphs.weight_bytes(path) + 2 * stream.state_bytes
         median_time(step, 3)
@@ -137,12 +139,13 @@ def read_share(place: Place) -> Found:
 
 def beside_matrices(place: Place) -> Found:
     """Time of an int4 step over that of its MatMulNBits nodes alone."""
-    path = place.store.graph("gla", "int4")
+    path = place.store.graph("gla", FAST)
     alone = path.with_name("matrices.onnx")
     graphs.matrices_alone(path, alone)
     with place.undisturbed():
-        step = stepper(opened(place, "gla", "int4", 2))
-        matrices = graphs.runner(open_session(alone, 2))
+        step = stepper(opened(place, "gla", FAST, 2))
+        with huge_pages(path.with_name(f"{path.name}_data").stat().st_size * 5 // 4):
+            matrices = graphs.runner(open_session(alone, 2))
         median_time(step, 5), median_time(matrices, 5)
         rows = paired(
             [lambda: 1e3 * median_time(step, 60), lambda: 1e3 * median_time(matrices, 60)]
@@ -159,20 +162,20 @@ def beside_matrices(place: Place) -> Found:
 def decode_beside_llama(bits: int, threads: int) -> Callable[[Place], Found]:
     """Tokens a second of steps, over those of llama.cpp with a model of the same sizes."""
 
+    def speed(stream: Stream) -> Callable[[], float]:
+        step = stepper(stream)
+        median_time(step, 5)
+        return lambda: 1 / median_time(step, 64)
+
     def measure(place: Place) -> Found:
         peer = place.peer()
         peer.model(bits)
-        place.store.bundle("gated-delta", f"int{bits}")
+        place.store.bundle("gated-delta")
         with place.undisturbed():
-            step = stepper(opened(place, "gated-delta", f"int{bits}", threads))
-            median_time(step, 5)
-            rows = paired(
-                [
-                    lambda: 1 / median_time(step, 64),
-                    lambda: peer.tokens_per_s(bits, threads, steps=64),
-                ]
-            )
-        return Found(median_ratio(rows), rows, _SPEEDS, {"llama.cpp": peer.version()})
+            ours = [speed(opened(place, "gated-delta", name, threads)) for name in _OURS[bits]]
+            peers = [lambda: peer.tokens_per_s(bits, threads, steps=64)]
+            rows = paired([*ours[:1], *peers, *ours[1:]])
+        return Found(median_ratio(rows), rows, _sides(bits), {"llama.cpp": peer.version()})
 
     return measure
 
@@ -180,31 +183,29 @@ def decode_beside_llama(bits: int, threads: int) -> Callable[[Place], Found]:
 def prefill_beside_llama(bits: int) -> Callable[[Place], Found]:
     """Tokens a second of a prompt of 512, over those of llama.cpp."""
 
+    def speed(stream: Stream) -> Callable[[], float]:
+        prompt = _tokens(stream, 1, 512)
+        stream.feed(prompt[:, :64])
+        return lambda: 512 / median_time(lambda: stream.feed(prompt), 1)
+
     def measure(place: Place) -> Found:
         peer = place.peer()
         peer.model(bits)
-        place.store.bundle("gated-delta", f"int{bits}")
+        place.store.bundle("gated-delta")
         with place.undisturbed():
-            stream = opened(place, "gated-delta", f"int{bits}", 2)
-            prompt = _tokens(stream, 1, 512)
-            stream.feed(prompt[:, :64])
-            rows = paired(
-                [
-                    lambda: 512 / median_time(lambda: stream.feed(prompt), 1),
-                    lambda: peer.tokens_per_s(bits, 2, prompt=512),
-                ],
-                rounds=3,
-            )
-        return Found(median_ratio(rows), rows, _SPEEDS, {"llama.cpp": peer.version()})
+            ours = [speed(opened(place, "gated-delta", name, 2)) for name in _OURS[bits]]
+            peers = [lambda: peer.tokens_per_s(bits, 2, prompt=512)]
+            rows = paired([*ours[:1], *peers, *ours[1:]], rounds=3)
+        return Found(median_ratio(rows), rows, _sides(bits), {"llama.cpp": peer.version()})
 
     return measure
 
 
 def small_model(place: Place) -> Found:
     """Tokens a second of the 5M model at int4."""
-    path = place.store.graph("small", "int4")
+    path = place.store.graph("small", FAST)
     with place.undisturbed():
-        step = stepper(opened(place, "small", "int4", 2))
+        step = stepper(opened(place, "small", FAST, 2))
         median_time(step, 100)
         rows = paired([lambda: 1 / median_time(step, 2000)])
     return Found(float(np.median(rows)), rows, ["tokens/s"], _nodes(path))
@@ -212,9 +213,9 @@ def small_model(place: Place) -> Found:
 
 def small_beside_eager(place: Place) -> Found:
     """The 5M model at int4 over the same model in PyTorch, step by step."""
-    place.store.bundle("small", "int4")
+    place.store.bundle("small")
     with place.undisturbed():
-        step = stepper(opened(place, "small", "int4", 2))
+        step = stepper(opened(place, "small", FAST, 2))
         eager = peers.eager("small", threads=2)
         median_time(step, 100), median_time(eager, 20)
         rows = paired([lambda: 1 / median_time(step, 1000), lambda: 1 / median_time(eager, 100)])
@@ -225,9 +226,9 @@ def beside_generate(name: str) -> Callable[[Place], Found]:
     """Decoding at int4 over ``generate()`` of transformers."""
 
     def measure(place: Place) -> Found:
-        place.store.bundle(name, "int4")
+        place.store.bundle(name)
         with place.undisturbed():
-            step = stepper(opened(place, name, "int4", 2))
+            step = stepper(opened(place, name, FAST, 2))
             generate = peers.generate(name, threads=2)
             median_time(step, 5)
             rows = paired([lambda: 1 / median_time(step, 32), lambda: generate(6)])
@@ -240,9 +241,9 @@ def batched(variant: str) -> Callable[[Place], Found]:
     """Tokens a second of 8 streams in one call over 8 streams in turn."""
 
     def measure(place: Place) -> Found:
-        path = place.store.bundle("gated-delta", variant)
+        path = place.store.bundle("gated-delta")
         with place.undisturbed():
-            bundle = edgelin.load(path, threads=2)
+            bundle = edgelin.load(path, variant=variant, threads=2)
             together = stepper(bundle.stream(STREAMS), STREAMS)
             each = [stepper(bundle.stream()) for _ in range(STREAMS)]
 
@@ -264,14 +265,17 @@ def batched(variant: str) -> Callable[[Place], Found]:
 
 def loading(place: Place) -> list[dict[str, float]]:
     """What a fresh process takes to load the int4 bundle and make steps, five times."""
-    bundle = place.store.bundle("gla", "int4")
-    found = []
+    bundle = place.store.bundle("gla")
     with place.undisturbed():
-        for _ in range(5):
-            command = [sys.executable, str(Path(__file__).with_name("fresh.py")), str(bundle)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found.append(json.loads(done.stdout))
-    return found
+        return [fresh(bundle) for _ in range(5)]
+
+
+def fresh(bundle: Path, *steps: int) -> dict[str, float]:
+    """What ``fresh.py`` prints."""
+    program = Path(__file__).with_name("fresh.py")
+    command = [sys.executable, str(program), str(bundle), FAST, *map(str, steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
 
 
 def load_time(place: Place) -> Found:
@@ -282,7 +286,7 @@ def load_time(place: Place) -> Found:
 
 def memory_over_weights(place: Place) -> Found:
     """MB that a process takes at its peak beside the weights, steps and chunks included."""
-    path = place.store.graph("gla", "int4")
+    path = place.store.graph("gla", FAST)
     weights = graphs.weight_bytes(path)
     rows = [[(run["peak_bytes"] - weights) / 1e6] for run in loading(place)]
     return Found(float(np.median(rows)), rows, ["MB over weights"], {"weight bytes": weights})
@@ -290,7 +294,7 @@ def memory_over_weights(place: Place) -> Found:
 
 def growth(place: Place) -> dict[str, float]:
     """What 200,000 steps change, in a fresh process."""
-    bundle = place.store.bundle("small", "int4")
+    bundle = place.store.bundle("small")
     command = [sys.executable, str(Path(__file__).with_name("fresh.py")), str(bundle), str(LONG)]
     with place.undisturbed():
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -315,6 +319,13 @@ def _nodes(path: Path) -> dict[str, Any]:
     return {"nodes": sum(counts.values()), "by operator": dict(counts.most_common())}
 
 
+def _sides(bits: int) -> list[str]:
+    """Names of the sides of a comparison with llama.cpp: its place is the second."""
+    ours = [f"ours, {name}, tokens/s" for name in _OURS[bits]]
+    return [*ours[:1], "llama.cpp, tokens/s", *ours[1:]]
+
+
+_OURS = {4: (FAST, INT4), 8: (INT8,)}  # the first is compared
 _SPEEDS = ["ours, tokens/s", "peer, tokens/s"]
 FIGURES: dict[str, Figure] = {
     "fp32-decode": Figure("share of the read ceiling, 350M GLA", 0.65, read_share),
@@ -337,8 +348,8 @@ FIGURES: dict[str, Figure] = {
     "small-eager": Figure("5M at int4 over eager PyTorch", 8, small_beside_eager),
     "mamba2": Figure("Mamba-2 at int4 over transformers", 10, beside_generate("mamba2")),
     "qwen3.5": Figure("Qwen3.5-like at int4 over transformers", 10, beside_generate("qwen3.5")),
-    "streams-int4": Figure("8 streams batched over in turn, int4", 1.9, batched("int4")),
-    "streams-int8": Figure("8 streams batched over in turn, int8", 2.5, batched("int8")),
+    "streams-int4": Figure("8 streams batched over in turn, int4", 1.9, batched(FAST)),
+    "streams-int8": Figure("8 streams batched over in turn, int8", 2.5, batched(INT8)),
     "load": Figure("load time of 350M int4, s", 0.7, load_time, at_most=True),
     "memory": Figure("peak memory over weights, MB", 140, memory_over_weights, at_most=True),
     "long-memory": Figure("growth over 200,000 steps, MB", 2, memory_growth, at_most=True),

@@ -1,7 +1,7 @@
 """One bundle in a process of its own: load time, memory, and whether they grow.
 
-    python fresh.py BUNDLE            what loading, steps and a prompt take
-    python fresh.py BUNDLE STEPS      what so many steps change
+    python fresh.py BUNDLE VARIANT            what loading, steps and a prompt take
+    python fresh.py BUNDLE VARIANT STEPS      what so many steps change
 
 Prints JSON. Neither torch nor another session is in the process.
 """
@@ -24,23 +24,23 @@ _PAIRS = 2000  # steps compared at the end
 
 def main() -> None:
     """Measure and print."""
-    bundle, *steps = sys.argv[1:]
-    print(json.dumps(_along(bundle, int(steps[0])) if steps else _once(bundle)))
+    bundle, variant, *steps = sys.argv[1:]
+    print(json.dumps(_along(bundle, variant, int(steps[0])) if steps else _once(bundle, variant)))
 
 
-def _once(bundle: str) -> dict[str, float]:
+def _once(bundle: str, variant: str) -> dict[str, float]:
     """Load time in seconds, and the process's largest memory."""
     begin = time.perf_counter()
-    model = edgelin.load(bundle)
+    model = edgelin.load(bundle, variant=variant)
     stream = model.stream()
     loaded = time.perf_counter() - begin
     measure.speed(model, stream, repeats=30)
     return {"load_s": loaded, "peak_bytes": _peak_bytes()}
 
 
-def _along(bundle: str, steps: int) -> dict[str, float]:
+def _along(bundle: str, variant: str, steps: int) -> dict[str, float]:
     """Growth of memory between the first steps and the last, and the time of a late step."""
-    model = edgelin.load(bundle)
+    model = edgelin.load(bundle, variant=variant)
     old = model.stream()
     early, late = measure.series(old, [_SETTLED, steps])
     fresh = model.stream()

@@ -18,7 +18,16 @@ from edgelin.export.bundle import export_checkpoint
 from edgelin.files import staging
 from edgelin.model import SequenceModel
 
-VARIANTS = {"none": "model", "int8": "model_q8", "int4": "model_q4"}
+# Names of variants, and which ones the bundle of a model holds.
+FLOAT, INT8, INT4, FAST = "model", "model_q8", "model_q4", "model_q4_fast"
+_QUANTISE = {FLOAT: "none", INT8: "int8", INT4: "int4", FAST: "int4-fast"}
+VARIANTS = {
+    "gla": (FLOAT, FAST),
+    "gated-delta": (INT8, INT4, FAST),
+    "small": (FAST,),
+    "mamba2": (FAST,),
+    "qwen3.5": (FAST,),
+}
 LARGE: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 1024,
@@ -88,7 +97,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Store:
-    """Checkpoints and bundles in a folder, each made on first use.
+    """Checkpoints and bundles in a folder, made on first use.
 
     Args:
         folder: Where they are kept; nothing in it is ever made again, so remove it after a change
@@ -98,17 +107,17 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def bundle(self, name: str, quantise: str) -> Path:
-        """The bundle of a model in one variant; the checkpoint goes when the bundle is there."""
-        out = self.folder / f"{name}-{quantise}"
+    def bundle(self, name: str) -> Path:
+        """The bundle of a model with all its variants."""
+        out = self.folder / f"{name}-bundle"
         if not out.is_dir():
-            source = self.checkpoint(name)
-            export_checkpoint(source, out, quantise=(quantise,))
+            variants = tuple(_QUANTISE[variant] for variant in VARIANTS[name])
+            export_checkpoint(self.checkpoint(name), out, quantise=variants)
         return out
 
-    def graph(self, name: str, quantise: str) -> Path:
-        """The graph file of a bundle."""
-        return self.bundle(name, quantise) / "onnx" / f"{VARIANTS[quantise]}.onnx"
+    def graph(self, name: str, variant: str) -> Path:
+        """The graph file of a variant."""
+        return self.bundle(name) / "onnx" / f"{variant}.onnx"
 
     def checkpoint(self, name: str) -> Path:
         """The folder that the bundles of a model are made from."""
