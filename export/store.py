@@ -1,5 +1,8 @@
 """Write a graph as ``<name>.onnx`` and its weights as ``<name>.onnx_data`` beside it.
 
+Weights of more than ``SHARD_BYTES`` go on in ``<name>.onnx_data_1`` and so on, since browsers and
+some file systems take no larger file; only a tensor that is larger itself makes a larger file.
+
 External data is what lets a runtime map the weights instead of copying them. Tensors of 64 KiB and
 more start at multiples of 64 KiB (the allocation granularity of Windows' file mappings), smaller
 ones at multiples of 16 bytes, and those below 1 KiB stay in the graph file. Tensors with the same
@@ -19,49 +22,79 @@ import onnx_ir as ir
 
 from edgelin.mapped import release
 
+SHARD_BYTES = 1900 << 20  # below 2 GB, however these are counted
 _PAGE = 1 << 16
 _ALIGNMENT = 16
 _INLINE_BELOW = 1 << 10
 
 
-def save(model: ir.Model, path: Path) -> list[Path]:
-    """Write the graph and its data file.
+def save(model: ir.Model, path: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """Write the graph and its data files.
 
     Args:
         model: Graph with its weights in memory; not changed.
-        path: Where the ``.onnx`` file goes; the data file has ``_data`` appended.
+        path: Where the ``.onnx`` file goes; data files have ``_data``, ``_data_1``, ... appended.
+        shard_bytes: Largest size of a data file.
 
     Returns:
         The files written.
     """
-    data = path.with_name(f"{path.name}_data")
     large = [v for v in model.graph.initializers.values() if _is_large(v)]
     # Largest first: the padding before a page-aligned tensor then stays below one page in all.
     large.sort(key=lambda value: -_tensor(value).nbytes)
     kept = {value.name: _tensor(value) for value in large}
-    places: dict[bytes, tuple[int, int]] = {}
     try:
-        with data.open("wb") as file:
+        with _Shards(path, shard_bytes) as shards:
             for value in large:
-                raw = np.ascontiguousarray(_tensor(value).numpy()).reshape(-1).view(np.uint8).data
-                key = hashlib.sha256(raw).digest()
-                if key not in places:
-                    step = _PAGE if len(raw) >= _PAGE else _ALIGNMENT
-                    file.write(bytes(-file.tell() % step))
-                    places[key] = (file.tell(), len(raw))
-                    file.write(raw)
+                value.const_value = _external(value, *shards.place(_tensor(value)))
                 release()
-                offset, length = places[key]
-                value.const_value = _external(value, data.name, offset, length)
         path.write_bytes(ir.serde.serialize_model(model).SerializeToString(deterministic=True))
     finally:
         for value in large:
             value.const_value = kept[value.name]
-    return [path, data]
+    return [path, *shards.paths]
+
+
+class _Shards:
+    """The data files of a graph as they grow."""
+
+    def __init__(self, graph: Path, limit: int) -> None:
+        self.paths: list[Path] = []
+        self._graph, self._limit = graph, limit
+        self._places: dict[bytes, tuple[str, int, int]] = {}
+        self._open_next()
+
+    def __enter__(self) -> _Shards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def place(self, tensor: ir.TensorProtocol) -> tuple[str, int, int]:
+        """File, offset and length of the bytes of a tensor, written unless they stand there."""
+        raw = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
+        key = hashlib.sha256(raw).digest()
+        if key not in self._places:
+            step = _PAGE if len(raw) >= _PAGE else _ALIGNMENT
+            start = -(-self._file.tell() // step) * step
+            if start and start + len(raw) > self._limit:
+                self._file.close()
+                self._open_next()
+                start = 0
+            self._file.write(bytes(start - self._file.tell()))
+            self._file.write(raw)
+            self._places[key] = (self.paths[-1].name, start, len(raw))
+        return self._places[key]
+
+    def _open_next(self) -> None:
+        """Begin a file."""
+        end = f"_{len(self.paths)}" if self.paths else ""
+        self.paths.append(self._graph.with_name(f"{self._graph.name}_data{end}"))
+        self._file = self.paths[-1].open("wb")
 
 
 def external_tensors(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and length of every tensor that a written graph keeps in its data file."""
+    """Name, offset and length of every tensor that a written graph keeps in data files."""
     model = onnx.load(str(path), load_external_data=False)
     for tensor in model.graph.initializer:
         places = {entry.key: entry.value for entry in tensor.external_data}

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 
 from edgelin.export import store
@@ -60,6 +61,25 @@ def test_large_tensors_start_at_pages_and_equal_ones_are_one(tmp_path: Path) -> 
     for name in ("mid", "odd"):
         assert places[name][0] % 16 == 0
     assert (tmp_path / "model.onnx_data").stat().st_size < (1 << 16) * 3 + 3000 * 4 + 301 * 4 + 64
+
+
+@pytest.mark.parametrize("limit", [1, 130_000, 300_000])
+def test_shards(tmp_path: Path, limit: int) -> None:
+    """No file is larger than the limit, unless one tensor is; onnxruntime reads them all."""
+    model = _model()
+    path, *shards = store.save(model, tmp_path / "model.onnx", limit)
+    names = ["model.onnx_data", *(f"model.onnx_data_{i}" for i in range(1, len(shards)))]
+    assert [shard.name for shard in shards] == names
+    assert sorted(tmp_path.iterdir()) == sorted([path, *shards])
+    sizes = [shard.stat().st_size for shard in shards]
+    assert len(shards) == {1: 4, 130_000: 2, 300_000: 1}[limit]
+    assert all(size <= limit for size in sizes) or limit == 1
+    assert sum(sizes) < (1 << 16) * 3 + 3000 * 4 + 301 * 4 + 64
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for name, found in zip(SIZES | {"again": 0}, session.run(None, {}), strict=True):
+        wanted = model.graph.initializers[name].const_value
+        assert wanted is not None
+        np.testing.assert_array_equal(found, wanted.numpy())
 
 
 def test_a_failed_write_leaves_the_model_in_memory(
