@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -105,6 +106,23 @@ def test_small_tensors_stay_in_the_graph(bundle: Path) -> None:
     for tensor in model.graph.initializer:
         size = int(np.prod(tensor.dims)) * 4
         assert (tensor.data_location == onnx.TensorProto.EXTERNAL) == (size >= 1024), tensor.name
+
+
+def test_weights_in_several_files(
+    quick: Callable[..., Any], bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of more than 2 GB: the same weights, and every file is in the manifest."""
+    monkeypatch.setattr(store, "save", functools.partial(store.save, shard_bytes=60_000))
+    quick(tmp_path / "out")
+    (variant,) = Manifest.read(tmp_path / "out").variants.values()
+    data = ["onnx/model.onnx_data", *(f"onnx/model.onnx_data_{i}" for i in (1, 2))]
+    assert sorted(variant.files) == sorted(["onnx/model.onnx", *data])
+    assert all((tmp_path / "out" / name).stat().st_size <= 60_000 for name in data)
+    logits = [
+        edgelin.runtimes.load(folder, variant="model").stream().feed([3, 1, 4])
+        for folder in (bundle, tmp_path / "out")
+    ]
+    np.testing.assert_array_equal(*logits)
 
 
 def test_golden_file_can_be_replayed(bundle: Path) -> None:
