@@ -102,7 +102,7 @@ def _model(
 
 
 @pytest.mark.parametrize(
-    ("bits", "width", "size"), [(4, 80, 32), (4, 1024, 128), (8, 80, 32), (8, 1024, 128)]
+    ("bits", "width", "size"), [(4, 80, 32), (4, 2048, 256), (8, 80, 32), (8, 1024, 128)]
 )
 def test_graph_computes_with_the_rounded_matrices(bits: int, width: int, size: int) -> None:
     model, weights = _model(width)
@@ -146,7 +146,9 @@ def test_blocks_fill_the_rows(bits: int, widths: tuple[int, ...], size: int) -> 
     assert Recipe(bits=bits, embedding_bits=8).block(bits, *widths) == size
 
 
-@pytest.mark.parametrize(("width", "size"), [(1024, 128), (2816, 128), (576, 64), (384, 32)])
+@pytest.mark.parametrize(
+    ("width", "size"), [(1024, 256), (2816, 256), (576, 64), (384, 64), (96, 32)]
+)
 def test_fast_blocks_of_four_bits(width: int, size: int) -> None:
     recipe = RECIPES["int4-fast"]
     assert recipe is not None and recipe.block(4, width) == size
