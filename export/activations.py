@@ -37,8 +37,9 @@ _ATTRIBUTE = "accuracy_level"
 def float_activations(graph: Path) -> Iterator[Path]:
     """A quantised graph with float activations, over the same weights; the file is temporary.
 
-    The kernel then takes the whole matrix apart, so that the rows of a wide one, such as the
-    output head, are given to several nodes.
+    Open it without prepacking: with packed weights, QMoE of 8 bits rounds at any level. The kernels
+    then take the whole matrix apart, so that the rows of a wide one, such as the output head, are
+    given to several nodes.
     """
     model = onnx.load(str(graph), load_external_data=False)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}

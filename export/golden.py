@@ -139,7 +139,7 @@ def replay_float(folder: Path, variant: Variant, inputs: npt.NDArray[Any]) -> St
     """
     manifest = Manifest.read(folder)
     with float_activations(folder / variant.file) as graph:
-        session = open_session(graph, default_threads())
+        session = open_session(graph, default_threads(), prepack=False)
     buffers = Buffers(session, manifest, 1, in_place=False)
     inputs = inputs[: CHUNK + 1]
     outputs = [

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelin.errors import EdgelinError
+from edgelin.export.verify_report import Difference
 from edgelin.runtimes.buffers import Buffers
 
 if TYPE_CHECKING:
@@ -63,6 +64,15 @@ def relative_error(x: Array, y: Array) -> float:
     x, y = x.astype(np.float64), y.astype(np.float64)
     error = float(np.abs(x - y).max() / max(np.abs(y).max(), np.finfo(np.float64).tiny))
     return error if np.isfinite(error) else float("inf")
+
+
+def compare(record: Record, truth: Record, length: int) -> list[Difference]:
+    """Errors of a record at every tensor and position that both hold."""
+    return [
+        Difference(name, length, {t: relative_error(x, truth[name][t]) for t, x in rows.items()})
+        for name, rows in record.items()
+        if name in truth
+    ]
 
 
 def replay(form: Form, steps: Array, state: State, *, size: int) -> Record:

@@ -44,6 +44,16 @@ def replay_golden(bundle: Bundle) -> None:
         _check(bundle, f"state {name}", _furthest(flat[list(at)], values), limit)
 
 
+def allowed_error(bundle: Bundle) -> float:
+    """How far from its model a variant may be on the golden stream, relative to the largest value.
+
+    Raises:
+        EdgelinError: The stream is missing or damaged.
+    """
+    allowed = _read(bundle.manifest, bundle.path, bundle.variant)["tolerance"][bundle.variant]
+    return float(allowed["states"])
+
+
 def golden_steps(manifest: Manifest, folder: Path) -> NDArray[Any]:
     """The whole golden stream [1, T, ...] of a bundle.
 

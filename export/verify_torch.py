@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from edgelin.export.activations import RoundedActivations
 from edgelin.export.contract import signature
 from edgelin.export.step_form import load
 from edgelin.recurrences.delta import reference as delta
@@ -47,10 +49,17 @@ class TorchForm:
         sequential: Float64 on the CPU with every recurrence by its sequential reference; otherwise
             float32 on a CUDA GPU, or on the CPU where there is none.
         weights: Values that take the place of the checkpoint's, by parameter.
+        blocks: Parameters with which activations are multiplied that were rounded to 8 bits, and
+            how many of these share a scale; not for a sequential form.
     """
 
     def __init__(
-        self, folder: Path, *, sequential: bool, weights: dict[str, Array] | None = None
+        self,
+        folder: Path,
+        *,
+        sequential: bool,
+        weights: dict[str, Array] | None = None,
+        blocks: dict[str, int] | None = None,
     ) -> None:
         cuda = torch.cuda.is_available() and not sequential
         self.device = "cuda" if cuda else "cpu"
@@ -60,7 +69,9 @@ class TorchForm:
             for name, values in (weights or {}).items():
                 self.model.get_parameter(name).copy_(torch.from_numpy(values))
         self.output = signature(self.model.config)[1].name
-        self._mode = _Sequential if sequential else nullcontext
+        own = self.model.get_parameter
+        matrices = [(own(name), size) for name, size in (blocks or {}).items()]
+        self._mode = _Sequential if sequential else partial(RoundedActivations, matrices)
 
     def __call__(self, steps: Array, state: State) -> tuple[dict[str, Array], State]:
         """Run ``steps`` [B, T, ...] in one call."""

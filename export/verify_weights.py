@@ -36,6 +36,7 @@ _PLACES = {
     "GatherBlockQuantized": ((0, 2, 3),),
     "QMoE": experts.PLACES,
 }
+_PRODUCTS = ("MatMulNBits", "QMoE")
 _ROOM = 1e-3  # of a block's squared error, for other machines' last bits
 _LAST_BITS = 1e-6  # of a block's largest weight: float32 products
 _SHOWN = 3
@@ -173,6 +174,12 @@ def rounded_weights(graph: Path, weights: dict[str, Array]) -> dict[str, Array]:
             if values is not None:
                 found[stored.name] = values.reshape(weights[stored.name].shape)
     return found
+
+
+def block_sizes(graph: Path, weights: dict[str, Array]) -> dict[str, int]:
+    """How many numbers share a scale in the matrices that a graph multiplies with, by parameter."""
+    nodes = [node for node in ir.load(graph).graph if node.op_type in _PRODUCTS]
+    return {s.name: s.block_size for node in nodes for s in _stored(node, weights)}
 
 
 def _is_rounding(stored: _Stored, wanted: Array | None) -> bool:

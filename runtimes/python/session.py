@@ -134,8 +134,16 @@ def version_problem(manifest: Manifest) -> str | None:
     )
 
 
-def open_session(graph: Path, threads: int) -> onnxruntime.InferenceSession:
+def open_session(
+    graph: Path, threads: int, *, prepack: bool = True
+) -> onnxruntime.InferenceSession:
     """An onnxruntime CPU session with the options that decode fastest.
+
+    Args:
+        graph: The ``.onnx`` file.
+        threads: Of onnxruntime.
+        prepack: Whether weights are copied into the order that kernels read fastest; those of
+            rounded matrices compute in float without, and slowly.
 
     Raises:
         EdgelinError: onnxruntime refuses the graph.
@@ -146,6 +154,8 @@ def open_session(graph: Path, threads: int) -> onnxruntime.InferenceSession:
     options.log_severity_level = 4  # errors arrive as exceptions; the log would only repeat them
     # Workers spin within a call, which decode needs, but do not burn a core between calls.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    if not prepack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     try:
         return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     except Exception as error:

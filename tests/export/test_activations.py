@@ -19,13 +19,16 @@ from edgelin import checkpoint, tokenizer
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.export import bundle as bundles
-from edgelin.export import golden
+from edgelin.export import golden, verify
 from edgelin.export.activations import float_activations, round_activations
 from edgelin.export.bundle import export_checkpoint
+from edgelin.export.quantise import quantise
 from edgelin.export.trace import trace
+from edgelin.export.verify_report import Comparison
 from edgelin.model import SequenceModel
+from edgelin.runtimes.manifest import Manifest, Variant, file_records
 
-LAYERS = 12
+LAYERS = 8
 
 
 def deep(layers: int) -> SequenceModel:
@@ -87,9 +90,9 @@ def test_rounded_activations_may_add_up(export: Callable[[str], Any], bits: str)
 
 def _edited(edit: Callable[[Any], None], name: str) -> Callable[..., Any]:
     """Rounding that changes an initializer of the graph afterwards."""
-    right = bundles.quantise_graph
+    right = quantise
 
-    def quantise(graph: ir.Model, *args: Any, **options: Any) -> Any:
+    def wrong(graph: ir.Model, *args: Any, **options: Any) -> Any:
         outcome = right(graph, *args, **options)
         value = graph.graph.initializers[name]
         assert value.const_value is not None
@@ -98,7 +101,7 @@ def _edited(edit: Callable[[Any], None], name: str) -> Callable[..., Any]:
         value.const_value = ir.Tensor(array, name=name)
         return outcome
 
-    return quantise
+    return wrong
 
 
 def _one_scale(array: Any) -> None:
@@ -117,9 +120,9 @@ def _swap(array: Any) -> None:
     ("name", "edit"),
     [
         ("blocks.0.mixer.out_proj.weight_scales", _one_scale),
-        ("blocks.11.mlp.down_proj.weight_scales", _one_scale),
+        ("blocks.7.mlp.down_proj.weight_scales", _one_scale),
         ("blocks.5.mlp.down_proj.weight_q8", _one_code),
-        ("blocks.11.mlp.down_proj.weight_q8", _swap),
+        ("blocks.7.mlp.down_proj.weight_q8", _swap),
         ("blocks.3.mixer.beta_decay_proj.weight", _swap),
         ("embedding.weight_q8", _swap),
     ],
@@ -146,6 +149,52 @@ def test_a_wrong_kernel_fails(export: Callable[[str], Any], monkeypatch: Any) ->
     monkeypatch.setattr(golden, "replay", wrong)
     with pytest.raises(EdgelinError, match=r"off by .* which rounded activations do not explain"):
         export("int8")
+
+
+@pytest.fixture
+def verified(
+    folder: Path, traced: ir.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[Comparison]]:
+    """The comparisons of an int8 bundle, whose graph was edited, with its checkpoint."""
+    monkeypatch.setattr(bundles, "trace", lambda model, **options: traced.clone())
+    monkeypatch.setattr(bundles, "measure", lambda bundle, key: {})
+    monkeypatch.setattr(verify, "_qualities", lambda *args: None)
+
+    def run(edit: Callable[[onnx.ModelProto], object] = lambda graph: None) -> list[Comparison]:
+        out = tmp_path / "out"
+        export_checkpoint(folder, out, quantise=("int8",))
+        path = out / "onnx" / "model_q8.onnx"
+        graph = onnx.load(str(path), load_external_data=False)
+        edit(graph)
+        path.write_bytes(graph.SerializeToString())
+        manifest = Manifest.read(out)
+        old = manifest.variants["model_q8"]
+        records = file_records(out, old.files)
+        manifest.variants["model_q8"] = Variant(old.file, records, old.quantisation)
+        manifest.write(out)
+        return verify.verify(out, folder).comparisons
+
+    return run
+
+
+def test_verify_a_deep_model(verified: Callable[..., list[Comparison]]) -> None:
+    found = {comparison.form: comparison for comparison in verified()}
+    assert found["steps"].worst.error > 0.2
+    assert found["chunks (float activations)"].worst.error < 1e-4
+    assert all(comparison.passed for comparison in found.values())
+
+
+def test_verify_a_wrong_constant(verified: Callable[..., list[Comparison]]) -> None:
+    """One that is no weight, and that rounded activations hide."""
+
+    def edit(graph: onnx.ModelProto) -> None:
+        norm = next(n for n in graph.graph.node if n.op_type == "SimplifiedLayerNormalization")
+        epsilon = next(a for a in norm.attribute if a.name == "epsilon")
+        epsilon.f = 1e-3
+
+    found = {comparison.form: comparison for comparison in verified(edit)}
+    assert not found["steps (float activations)"].passed
+    assert not found["chunks (float activations)"].passed
 
 
 @pytest.mark.parametrize("width", [1, 32, 40, 96])

@@ -22,7 +22,8 @@ from edgelin.errors import EdgelinError
 from edgelin.export import verify as verifying
 from edgelin.export import verify_golden, verify_torch
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.verify import LENGTHS, relative_error, replay, verify
+from edgelin.export.verify import LENGTHS, verify
+from edgelin.export.verify_forms import relative_error, replay
 from edgelin.model import SequenceModel
 from edgelin.runtimes import load
 from edgelin.runtimes import manifest as manifests
@@ -74,8 +75,11 @@ def test_all_forms_are_one_model(bundle: Path, checkpoint: Path, tmp_path: Path)
     result = _run(bundle, "--checkpoint", checkpoint, "--json", tmp_path / "parity.json")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    header = "tensor parallel (chunked) model steps model chunks model_q8 steps model_q8 chunks"
-    assert lines[0].split() == f"{header} model_q4 steps model_q4 chunks".split()
+    header = "tensor parallel (chunked) model steps model chunks"
+    for name in ("model_q8", "model_q4"):
+        forms = [f"{name} {form}" for form in ("steps", "chunks")]
+        header += " ".join(["", *(f"{form} (float activations)" for form in forms), *forms])
+    assert lines[0].split() == header.split()
     tensors = [line.split()[0] for line in lines[1:]]
     assert tensors[:3] == ["conv.0", "hidden.0", "recurrent.0"]
     assert {"key.1", "value.1", "normalizer.2", "hidden.2", "logits", "position"} <= set(tensors)
@@ -92,6 +96,8 @@ def test_all_forms_are_one_model(bundle: Path, checkpoint: Path, tmp_path: Path)
             (name, form, against)
             for name in ("model_q8", "model_q4")
             for form, against in (
+                ("steps (float activations)", "recurrence in float64"),
+                ("chunks (float activations)", "recurrence in float64"),
                 ("steps", "recurrence in float64"),
                 ("chunks", "recurrence in float64"),
                 ("chunks", "its steps"),
