@@ -14,6 +14,7 @@ from torch import Tensor
 
 from edgelin import checkpoint as checkpoints
 from edgelin import families
+from edgelin.config import from_dict, to_dict
 from edgelin.errors import EdgelinError
 from edgelin.families import tokenizers
 from edgelin.families.reading import Fields, Tensors, read_json
@@ -49,20 +50,19 @@ def convert(
     """
     folder, out = Path(folder), Path(out)
     values, where = _config(folder)
-    if "quantization_config" in values:
+    if values.get("quantization_config") is not None:
         raise EdgelinError(
             f"{folder} is a quantised checkpoint (quantization_config); take the one in bfloat16, "
             f"float16 or float32, `edgelin export` quantises it"
         )
     family = families.find(values, where)
     fields = Fields(values, where)
-    config: ModelConfig
-    config, weights = family.read(fields)
+    config, weights = _read(family, fields)
     fields.finish()
     tensors = Tensors(folder, getattr(family, "SKIP", r"(?!)"))
     checkpoints.write(out, config, _checked(config, weights(tensors), progress), shard_bytes)
     tensors.finish()
-    tokenizers.convert(folder, out, values)
+    tokenizers.convert(folder, out, values, config.vocab_size)
     return config
 
 
@@ -76,6 +76,7 @@ def import_folder(
     """
     if os.path.lexists(out):
         raise EdgelinError(f"{out} exists; choose another --out")
+    _check_folder(folder)
     if _is_ours(folder):
         raise EdgelinError(f"{folder} is a checkpoint of edgelin already; use it as it is")
     with staging(out) as part:
@@ -91,6 +92,7 @@ def own(folder: Path) -> Iterator[Path]:
     Raises:
         EdgelinError: As :func:`convert`, or there is no tokenizer.
     """
+    _check_folder(folder)
     bare = not (folder / "config.json").is_file() and not list(folder.glob("*.pth"))
     if bare or _is_ours(folder):
         yield folder  # what is wrong with it, reading it as ours will say
@@ -102,7 +104,30 @@ def own(folder: Path) -> Iterator[Path]:
                 f"{folder} has no tokenizer; add the model's tokenizer.json, tokenizer.model or "
                 f"rwkv_vocab_v20230424.txt"
             )
-        yield Path(temporary)
+        try:
+            yield Path(temporary)
+        except EdgelinError as error:  # a user knows nothing of the temporary one
+            raise EdgelinError(str(error).replace(temporary, str(folder))) from error
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a file: what belongs to it, such as a vocabulary, lies beside it."""
+    if folder.is_file():
+        raise EdgelinError(f"{folder} is a file; give the folder that it lies in")
+
+
+def _read(family: Any, fields: Fields) -> tuple[ModelConfig, Callable[..., Any]]:
+    """What a family makes of a config, whose values may be of any type."""
+    try:
+        config, weights = family.read(fields)
+        config = from_dict(ModelConfig, to_dict(config), fields.where)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise EdgelinError(
+            f"{fields.where}: a value is of the wrong type or out of range ({reason}); copy the "
+            f"checkpoint again"
+        ) from error
+    return config, weights
 
 
 def _is_ours(folder: Path) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ _HARMLESS = (
     r"tie_encoder_decoder|remove_invalid_values|num_logits_to_keep|language_model_only"
 )
 _INDEX = "model.safetensors.index.json"
-_UNSUPPORTED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LAYERS = ("num_hidden_layers", "num_blocks")
+_MOST_LAYERS = 1024
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -36,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         EdgelinError: It cannot be read, or is no object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise EdgelinError(f"{path} cannot be read: {reason}; copy the checkpoint again") from error
@@ -77,6 +81,8 @@ class Fields:
             if default is _REQUIRED:
                 raise EdgelinError(f"{self.where} lacks the key {name!r}, which this family needs")
             return default
+        if name in _LAYERS and not (isinstance(value, int) and 1 <= value <= _MOST_LAYERS):
+            raise EdgelinError(f"{self.where}: {name} is {value!r}; allowed: 1 .. {_MOST_LAYERS}")
         return _plain(value)
 
     def first(self, *names: str, default: Any = _REQUIRED) -> Any:
@@ -154,16 +160,20 @@ class Tensors:
         """Read a tensor in the type that it is stored in.
 
         Raises:
-            EdgelinError: It is missing, or of a type that no family reads.
+            EdgelinError: It is missing, of a type that no family reads, or not finite.
         """
         if name not in self._readers:
             raise EdgelinError(f"{self.where} lacks the tensor {name}, which its config needs")
         self._taken.add(name)
         tensor = self._readers[name]()
-        if tensor.dtype in _UNSUPPORTED:
+        if tensor.dtype not in _NUMBERS:
             raise EdgelinError(
-                f"{self.where}: {name} is {str(tensor.dtype).removeprefix('torch.')}, a quantised "
-                f"checkpoint; take the one in bfloat16, float16 or float32"
+                f"{self.where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; take the "
+                f"checkpoint, not quantised, in bfloat16, float16 or float32"
+            )
+        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
+            raise EdgelinError(
+                f"{self.where}: {name} holds NaN or infinite numbers; copy the checkpoint again"
             )
         return tensor
 
@@ -207,14 +217,41 @@ def _readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
                 with safe_open(path, framework="pt") as file:
                     found |= {key: _lazily(path, key) for key in file.keys()}  # noqa: SIM118
             else:
-                values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                found |= {key: (lambda value=value: value) for key, value in values.items()}
+                found |= {key: _held(value) for key, value in _pickled(path).items()}
+    except EdgelinError:
+        raise
     except SafetensorError as error:
         raise EdgelinError(f"{path} is damaged: {error}; copy it again") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise EdgelinError(f"{path} cannot be read: {reason}; copy it again") from error
     return found
+
+
+def _pickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of ``torch.save``; no code in it is run."""
+    # Files of the format before torch 1.6 are no zip archives and cannot be mapped.
+    mapped = zipfile.is_zipfile(path)
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise EdgelinError(
+            f"{path} is damaged, or holds objects besides tensors, whose code is never run; take "
+            f"the checkpoint in safetensors"
+        ) from error
+    tensors = isinstance(values, dict) and all(isinstance(v, Tensor) for v in values.values())
+    if not tensors:
+        inside = ", ".join(map(repr, list(values)[:3])) if isinstance(values, dict) else "no names"
+        raise EdgelinError(
+            f"{path} is no dictionary of tensors (it has {inside}); save the model's state_dict"
+        )
+    found: dict[str, Tensor] = values
+    return found
+
+
+def _held(tensor: Tensor) -> Callable[[], Tensor]:
+    """A reader of a tensor that is there already."""
+    return lambda: tensor
 
 
 def _lazily(path: Path, key: str) -> Callable[[], Tensor]:
@@ -232,7 +269,7 @@ def _files(folder: Path) -> list[Path]:
     """The weight files of a folder: the safetensors if there are any."""
     index = folder / _INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = _shards(index)
         if odd := [name for name in names if Path(name).name != name]:
             raise EdgelinError(f"{index} names {odd[0]!r}, which is no file name; copy it again")
         return [folder / name for name in names]
@@ -242,6 +279,14 @@ def _files(folder: Path) -> list[Path]:
     raise EdgelinError(
         f"{folder} holds no weights; it needs model.safetensors, pytorch_model.bin or a .pth file"
     )
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names."""
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(n, str) for n in table.values()):
+        raise EdgelinError(f"{index} has no table weight_map of tensors and files; copy it again")
+    return sorted(set(table.values()))
 
 
 __all__ = ["Fields", "Tensors", "read_json"]

@@ -28,13 +28,16 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 _BEGINNING = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
-def convert(folder: Path, out: Path, config: Mapping[str, Any]) -> None:
+def convert(
+    folder: Path, out: Path, config: Mapping[str, Any], vocab_size: int | None = None
+) -> None:
     """Write the tokenizer of a foreign checkpoint into one of ours.
 
     Args:
         folder: The foreign checkpoint; without a tokenizer, none is written.
         out: Our checkpoint.
         config: Its ``config.json``, which may name end tokens too.
+        vocab_size: Rows of the embedding, within which end tokens must lie; None: not known.
 
     Raises:
         EdgelinError: A file is damaged, or has something that is not understood.
@@ -45,6 +48,12 @@ def convert(folder: Path, out: Path, config: Mapping[str, Any]) -> None:
     tokenizer = _tokenizer(folder, out / "tokenizer.json", settings)
     if tokenizer is not None:
         ends = list(dict.fromkeys(_ends(folder, config, settings, tokenizer)))
+        for end in ends:
+            if vocab_size is not None and not 0 <= end < vocab_size:
+                raise EdgelinError(
+                    f"{folder}: eos_token_id {end} is beyond the {vocab_size} tokens of the model; "
+                    f"correct it in generation_config.json or config.json"
+                )
         generation = _optional(folder / _GENERATION) | ({"eos_token_id": ends} if ends else {})
         generation = {key: value for key, value in generation.items() if value is not None}
         if generation:
@@ -137,7 +146,11 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     if isinstance(found, list):  # several by name
         by_name = {entry["name"]: entry["template"] for entry in found}
         found = by_name.get("default") or next(iter(by_name.values()), "")
-    return str(found or "")
+    if found is not None and not isinstance(found, str):
+        raise EdgelinError(
+            f"{folder}: chat_template is {type(found).__name__}, not a text; correct or remove it"
+        )
+    return found or ""
 
 
 def _ends(
@@ -147,7 +160,10 @@ def _ends(
     nested = config.get("text_config")
     for values in (_optional(folder / _GENERATION), config, nested or {}):
         ids = values.get("eos_token_id")
-        yield from (int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None)
+        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+        if odd := [i for i in ids if not isinstance(i, int)]:
+            raise EdgelinError(f"{folder}: eos_token_id {odd[0]!r} is no integer; correct it")
+        yield from ids
     # An ordinary token, such as the blank line of some RWKV folders, ends no text by itself.
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     if settings.get("eos_token") in special:
