@@ -120,7 +120,7 @@ def test_the_four_forms_agree_over_a_long_stream(init: str, size: int, method: s
     expected = dense_loop(mixer, u)
     scale = np.abs(expected).max(0)  # a channel each
     start = torch.zeros(1, CHANNELS, size)
-    convolved = mixer.recur(torch.from_numpy(u)[None].float(), {"ssm.2": start})[0][0].numpy()
+    convolved = mixer.recur(torch.from_numpy(u)[None].float(), {"ssm.2": start}, None)[0][0].numpy()
     assert (np.abs(convolved - expected) / scale).max() < 1e-5
     diagonal, dense = graph_of(mixer.step_form()), graph_of(dense_form(mixer))
     for runner in (diagonal, dense):
@@ -177,7 +177,9 @@ def exported_dense_is_the_mixer(mixer: Any) -> None:
     """The dense step form and its graph give the mixer's outputs."""
     u = np.random.default_rng(1).standard_normal((200, CHANNELS))
     start = torch.zeros(1, CHANNELS, mixer.config.state_size)
-    expected = mixer.double().recur(torch.from_numpy(u)[None], {"ssm.2": start.double()})[0][0]
+    expected = mixer.double().recur(torch.from_numpy(u)[None], {"ssm.2": start.double()}, None)[0][
+        0
+    ]
     runner = graph_of(dense_form(mixer.float()))
     for length in (1, 64):
         got = fed(runner, u, length)
