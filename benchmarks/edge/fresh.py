@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import edgelin
+import edgelin.runtimes  # a bundle's load time is not that of Python modules
 
 _STEPS, _CHUNKS = 30, 3
 _SETTLED = 1000  # steps after which nothing is allocated for the first time
