@@ -26,7 +26,7 @@ from edgelin.model import SequenceModel
 from edgelin.runtimes.session import open_session
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "edge"
-NAMES = ("bandwidth", "figures", "graphs", "llama", "models", "peers", "rounds", "run")
+NAMES = ("bandwidth", "figures", "graphs", "llama", "models", "peers", "rounds", "run", "table")
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +160,9 @@ def test_results_are_appended(edge: Any, tmp_path: Path, monkeypatch: Any, capsy
     assert len(lines) == 2
     assert lines[0]["value"] == 2.0 and lines[0]["reached"] and lines[0]["rounds"][1] == [6.0, 3.0]
     assert {"machine", "versions", "date", "load_average"} <= set(lines[0])
+    page = edge.table.page(lines)
+    assert page.count("| twice | >= 1.9 | 2 | ours: 5 (4 to 6)<br>peer: 2.5 (2 to 3) |") == 1
+    assert lines[0]["machine"] in page
     printed = capsys.readouterr().out
     assert "twice: 2 (bar >= 1.9: reached)" in printed
     assert "peer: 3 (2 to 3)" in printed
