@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -263,6 +264,7 @@ def batched(variant: str) -> Callable[[Place], Found]:
     return measure
 
 
+@functools.cache
 def loading(place: Place) -> list[dict[str, float]]:
     """What a fresh process takes to load the int4 bundle and make steps, five times."""
     bundle = place.store.bundle("gla")
@@ -292,6 +294,7 @@ def memory_over_weights(place: Place) -> Found:
     return Found(float(np.median(rows)), rows, ["MB over weights"], {"weight bytes": weights})
 
 
+@functools.cache
 def growth(place: Place) -> dict[str, float]:
     """What 200,000 steps change, in a fresh process."""
     bundle = place.store.bundle("small")
