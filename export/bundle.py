@@ -137,6 +137,8 @@ def _load(
     model, config = checkpoints.load(checkpoint, mapped=mapped)
     if config.features is not None:
         recipes = {name: recipe and recipe.for_features() for name, recipe in recipes.items()}
+    if not any(hasattr(block, "mlp") for block in model.blocks):
+        recipes = {name: recipe and recipe.for_mixers() for name, recipe in recipes.items()}
     check_onnxruntime(_oldest(chosen, model, recipes))
     _check_weights(checkpoint, model)
     if config.features is None:

@@ -63,6 +63,10 @@ class Recipe:
         """The recipe for a model that reads features."""
         return dataclasses.replace(self, float_words=(*self.float_words, "embedding", "head"))
 
+    def for_mixers(self) -> Recipe:
+        """The recipe for a model of mixers only, of which nothing else could take fewer bits."""
+        return dataclasses.replace(self, precise_words=())
+
     def block(self, bits: int, *widths: int) -> int:
         """Weights that share a scale in matrices of these bits, whose rows are so wide."""
         size = self.precise_block_size if bits == 8 else self.block_size

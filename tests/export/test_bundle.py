@@ -25,6 +25,7 @@ from edgelin.export import golden, profiles, store
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.trace import trace
 from edgelin.export.verify_golden import replay_golden
+from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.signature import Tokens
 
@@ -123,6 +124,24 @@ def test_weights_in_several_files(
         for folder in (bundle, tmp_path / "out")
     ]
     np.testing.assert_array_equal(*logits)
+
+
+def test_int4_where_there_are_mixers_only(
+    tmp_path: Path, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps 8 bits beside 4-bit MLPs has 4 where there are none."""
+    monkeypatch.setattr(bundles, "measure", lambda folder, key: {})
+    config = dataclasses.replace(
+        checkpoint.read_config(small_checkpoint), intermediate_size=0, layers=("gdn",)
+    )
+    tokens = (small_checkpoint / "tokenizer.json").read_text()
+    checkpoint.save(tmp_path / "model", SequenceModel(config), tokens)
+    (found,) = export_checkpoint(
+        tmp_path / "model", tmp_path / "out", quantise=("int4",)
+    ).variants.values()
+    bits = {name: matrix["bits"] for name, matrix in found.matrices.items()}
+    assert bits.pop("embedding.weight") == 8
+    assert set(bits.values()) == {4} and "blocks.0.mixer.out_proj.weight" in bits
 
 
 def test_golden_file_can_be_replayed(bundle: Path) -> None:
