@@ -23,9 +23,9 @@ def test_elementwise_weights_start_in_the_ring() -> None:
     a = torch.exp(-torch.exp(mixer.nu.detach().double()))
     assert 0.9 <= a.min() < 0.93 and 0.98 < a.max() <= 0.999
     u = torch.randn(1, 4000, 64)
-    z, _ = mixer._elementwise(u, torch.zeros(1, 64))
+    z, _ = mixer._elementwise(u, torch.zeros(1, 64), None)
     assert z.abs().max() <= 1
-    z, _ = build(activation="identity")._elementwise(u, torch.zeros(1, 64))
+    z, _ = build(activation="identity")._elementwise(u, torch.zeros(1, 64), None)
     assert 0.8 < z.detach()[:, 1000:].std() < 1.2  # gamma keeps the variance of u
 
 
