@@ -1,0 +1,78 @@
+#!/usr/bin/env node
+/** `edgelin-run BUNDLE "prompt"`: write on from a prompt, or from a saved state, in Node. */
+
+import { readFile, writeFile } from "node:fs/promises";
+import { parseArgs } from "node:util";
+import { EdgelinError, load, type Sampling } from "./node.js";
+
+const USAGE = `Usage: edgelin-run BUNDLE ["prompt"] [options]
+
+  --variant NAME            graph of the bundle
+  --max-tokens N            tokens to generate at most  [256]
+  --temperature X           0 takes the likeliest token  [0.8]
+  --top-k N  --top-p X  --min-p X  --repetition-penalty X
+  --seed N                  makes sampling repeatable
+  --stop TEXT               ends the text; may be given several times
+  --load-state FILE         go on from a state file
+  --save-state FILE         write one at the end
+  --threads N               of onnxruntime
+  --stats                   speed and state, on standard error
+`;
+
+const NUMBERS = {
+  "max-tokens": "maxTokens", temperature: "temperature", "top-k": "topK", "top-p": "topP", "min-p": "minP",
+  "repetition-penalty": "repetitionPenalty",
+} as const;
+
+async function main(): Promise<void> {
+  const text = { type: "string" } as const;
+  const { values, positionals } = parseArgs({
+    allowPositionals: true,
+    options: {
+      variant: text, seed: text, threads: text, "load-state": text, "save-state": text,
+      ...(Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, text])) as Record<keyof typeof NUMBERS, typeof text>),
+      stop: { type: "string", multiple: true }, stats: { type: "boolean" }, help: { type: "boolean" },
+    },
+  });
+  const [folder, prompt, ...others] = positionals;
+  if (values.help) return void process.stdout.write(USAGE);
+  if (folder === undefined || others.length > 0) throw new EdgelinError(`give a bundle and a prompt; see edgelin-run --help`);
+  const sampling: Sampling = { stop: values.stop ?? [] };
+  for (const [name, key] of Object.entries(NUMBERS) as [keyof typeof NUMBERS, (typeof NUMBERS)[keyof typeof NUMBERS]][]) {
+    if (values[name] !== undefined) sampling[key] = number(values[name], name);
+  }
+  if (values.seed !== undefined) sampling.seed = BigInt(number(values.seed, "seed") >= 0 ? values.seed : -1);
+  const threads = values.threads === undefined ? {} : { threads: number(values.threads, "threads") };
+  const bundle = await load(folder, { ...(values.variant === undefined ? {} : { variant: values.variant }), ...threads });
+  const stream = await bundle.stream();
+  const saved = values["load-state"];
+  if (saved !== undefined) await stream.load(await readFile(saved), saved);
+  let [tokens, begin] = [0, NaN];
+  for await (const piece of stream.generate(prompt, sampling)) {
+    if (tokens++ === 0) begin = performance.now(); // the first token waits for the prompt
+    process.stdout.write(piece);
+  }
+  const seconds = (performance.now() - begin) / 1000;
+  if (values["save-state"] !== undefined) await writeFile(values["save-state"], await stream.save());
+  process.stdout.write(`${stream.flush()}\n`);
+  if (values.stats) {
+    console.error(`decode   ${tokens} tokens, ${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
+    console.error(`state    ${stream.stateBytes} bytes at position ${stream.position}`);
+    console.error(`variant  ${bundle.variant}`);
+  }
+}
+
+function number(text: string, name: string): number {
+  const value = Number(text);
+  if (text.trim() === "" || Number.isNaN(value)) throw new EdgelinError(`--${name} is ${text}; a number is needed`);
+  return value;
+}
+
+try {
+  await main();
+} catch (error) {
+  const known = error instanceof EdgelinError || (error as NodeJS.ErrnoException).code !== undefined;
+  if (!known) throw error;
+  console.error(`edgelin-run: ${(error as Error).message.split("\n")[0]}`);
+  process.exitCode = 1;
+}

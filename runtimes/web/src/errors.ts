@@ -1,0 +1,10 @@
+/** An error that a user can cause: what was given, what is allowed, what to do next, on one line. */
+export class EdgelinError extends Error {
+  override name = "EdgelinError";
+}
+
+/** The message of a foreign exception on one line, shortened. */
+export function oneLine(error: unknown): string {
+  const text = String(error instanceof Error ? error.message : error).split(/\s+/).join(" ").trim();
+  return text.length <= 300 ? text : `${text.slice(0, 297)}...`;
+}

@@ -1,0 +1,55 @@
+/** edgelin in Node: the runner over onnxruntime-node. */
+
+import { readFile } from "node:fs/promises";
+import { join } from "node:path";
+import { EdgelinError, oneLine } from "./errors.js";
+import { open } from "./open.js";
+import type { Bundle } from "./runner.js";
+import { FILE_NAME as GOLDEN, selfTest } from "./self_test.js";
+
+export { EdgelinError } from "./errors.js";
+export type { Manifest } from "./manifest.js";
+export { Bundle, Stream, type Rows } from "./runner.js";
+export type { Sampling } from "./sampler.js";
+
+export interface LoadOptions {
+  /** Graph of the bundle; its default one. */
+  variant?: string;
+  /** Threads of onnxruntime; as many as it finds best. */
+  threads?: number;
+  /** Whether the bundle's golden stream is replayed first; true. */
+  selfTest?: boolean;
+}
+
+/** Open a bundle folder. */
+export async function load(folder: string, options: LoadOptions = {}): Promise<Bundle> {
+  const bundle = await open(await onnxruntime(), { where: folder, read: (path) => read(join(folder, path)) }, {
+    device: "cpu",
+    variant: (manifest) => options.variant ?? manifest.default_variant,
+    options: {
+      ...(options.threads ? { intraOpNumThreads: options.threads } : {}),
+      logSeverityLevel: 4, // errors arrive as exceptions
+      extra: { session: { force_spinning_stop: "1" } }, // workers spin within a call only
+    },
+  });
+  if ((options.selfTest ?? true) && GOLDEN in bundle.manifest.files) await selfTest(bundle);
+  return bundle;
+}
+
+/** onnxruntime-node, told before it loads not to report usage. */
+async function onnxruntime(): Promise<typeof import("onnxruntime-node")> {
+  process.env["ORT_DISABLE_TELEMETRY"] ??= "1";
+  try {
+    return await import("onnxruntime-node");
+  } catch (error) {
+    throw new EdgelinError(`onnxruntime-node cannot be loaded (${oneLine(error)}); run: npm install onnxruntime-node`);
+  }
+}
+
+async function read(path: string): Promise<Uint8Array> {
+  try {
+    return await readFile(path);
+  } catch (error) {
+    throw new EdgelinError(`${path} cannot be read: ${(error as NodeJS.ErrnoException).code}`);
+  }
+}

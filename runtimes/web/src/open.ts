@@ -1,0 +1,59 @@
+/** Opening a bundle over any of onnxruntime's JavaScript builds. */
+
+import type { Env, InferenceSession, InferenceSessionFactory, TensorConstructor } from "onnxruntime-common";
+import { EdgelinError, oneLine } from "./errors.js";
+import { withoutDefaults } from "./graph.js";
+import { FILE_NAME, type Manifest, checkFile, checkVersion, parseManifest } from "./manifest.js";
+import { Bundle, type Files } from "./runner.js";
+
+export interface Ort {
+  InferenceSession: InferenceSessionFactory;
+  Tensor: TensorConstructor;
+  env: Env;
+}
+
+export interface Opening {
+  device: string;
+  /** Which graph. */
+  variant: (manifest: Manifest) => string;
+  options: InferenceSession.SessionOptions;
+  onProgress?: ((loaded: number, total: number) => void) | undefined;
+}
+
+/** A bundle whose files were compared with its manifest. */
+export async function open(ort: Ort, files: Files, { device, variant, options, onProgress }: Opening): Promise<Bundle> {
+  const manifest = await parseManifest(await files.read(FILE_NAME), `${files.where}/${FILE_NAME}`);
+  const { node, web, common } = ort.env.versions;
+  checkVersion(manifest, (device === "cpu" ? node : web) ?? common, files.where);
+  const name = variant(manifest);
+  const graph = manifest.variants[name];
+  if (!graph) throw new EdgelinError(`${files.where} has no variant ${name}; it has: ${Object.keys(manifest.variants).join(", ")}`);
+  const contents = await readAll(files, graph.files, onProgress);
+  const optional = new Set([manifest.num_logits_to_keep, manifest.lengths ?? ""]);
+  const externalData = [...contents]
+    .filter(([path]) => path !== graph.file)
+    .map(([path, data]) => ({ path: path.split("/").at(-1)!, data }));
+  try {
+    const model = withoutDefaults(contents.get(graph.file)!, optional);
+    const session = await ort.InferenceSession.create(model, { ...options, externalData });
+    return new Bundle(manifest, name, { session, Tensor: ort.Tensor, device }, files);
+  } catch (error) {
+    throw new EdgelinError(`onnxruntime cannot load ${files.where}/${graph.file} (${device}): ${oneLine(error)}`);
+  }
+}
+
+/** The files of a variant, compared with their records. */
+async function readAll(
+  files: Files, records: Manifest["files"], onProgress: Opening["onProgress"],
+): Promise<Map<string, Uint8Array>> {
+  const total = Object.values(records).reduce((sum, record) => sum + record.bytes, 0);
+  const contents = new Map<string, Uint8Array>();
+  let loaded = 0;
+  for (const [path, record] of Object.entries(records)) {
+    const bytes = await files.read(path);
+    await checkFile(bytes, record, `${files.where}/${path}`);
+    contents.set(path, bytes);
+    onProgress?.((loaded += record.bytes), total);
+  }
+  return contents;
+}

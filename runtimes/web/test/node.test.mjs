@@ -1,0 +1,120 @@
+/** The runner in Node, over onnxruntime-node and over the browser's WASM build. */
+
+import assert from "node:assert/strict";
+import { execFile } from "node:child_process";
+import { mkdtemp, readFile, writeFile, cp } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { test } from "node:test";
+import { fileURLToPath } from "node:url";
+import { promisify } from "node:util";
+import { EdgelinError, load } from "edgelin/node";
+import { uniform } from "../dist/sampler.js";
+import { TextDecoding, noTail } from "../dist/text.js";
+import { CASES, parse, replay } from "./golden.mjs";
+
+const GOLDEN = fileURLToPath(new URL("../../golden/", import.meta.url));
+const CLI = fileURLToPath(new URL("../dist/cli.js", import.meta.url));
+const run = promisify(execFile);
+const fused = join(GOLDEN, "fused", "bundle");
+
+for (const [name, variant] of CASES) {
+  test(`golden stream ${name} ${variant}`, async () => {
+    const bundle = await load(join(GOLDEN, name, "bundle"), { variant, threads: 1 });
+    const golden = parse(await readFile(join(GOLDEN, name, `${variant}.json`), "utf8"));
+    const state = golden.state_file ? await readFile(join(GOLDEN, name, golden.state_file)) : null;
+    await replay(bundle, golden, state);
+  });
+}
+
+test("an id out of range is refused, and the stream goes on", async () => {
+  const stream = await (await load(fused, { variant: "model" })).stream();
+  const before = await stream.feed([1, 2]);
+  await assert.rejects(stream.feed([3, 300]), /token id 300 is out of range/);
+  assert.equal(stream.position, 2);
+  assert.deepEqual(stream.outputs, before);
+});
+
+test("two calls at a time are refused", async () => {
+  const stream = await (await load(fused, { variant: "model" })).stream();
+  const first = stream.feed([1]);
+  await assert.rejects(stream.feed([2]), /still reading/);
+  await first;
+  assert.equal(stream.position, 1);
+});
+
+test("a fork goes its own way, and reset goes back", async () => {
+  const stream = await (await load(fused, { variant: "model" })).stream();
+  const first = await stream.feed([5, 6]);
+  const twin = stream.fork();
+  await twin.feed([7]);
+  assert.equal(stream.position, 2);
+  assert.deepEqual(await stream.feed([7]), twin.outputs);
+  stream.reset();
+  assert.deepEqual(await stream.feed([5, 6]), first);
+});
+
+test("a stop string that spans tokens ends the text", () => {
+  const codec = { tokenBytes: (token) => new TextEncoder().encode(["a", "\nEN", "D", "b", "\nEx"][token]) };
+  const decoding = new TextDecoding(codec, noTail(), ["\nEND"]);
+  assert.deepEqual([0, 1, 3, 4, 1, 2].map((token) => decoding.push(token)), ["a", "", "\nENb", "\nEx", "", ""]);
+  assert.equal(decoding.stopped, true);
+});
+
+test("splitmix64 gives its published numbers", () => {
+  // From seed 1234567, as in Rosetta Code.
+  const wanted = [6457827717110365317n, 3203168211198807973n, 9817491932198370423n];
+  wanted.forEach((value, i) => assert.equal(uniform(1234567n, i), Number(value >> 11n) * 2 ** -53));
+});
+
+test("a changed file, manifest or state file is refused", async () => {
+  const copy = join(await mkdtemp(join(tmpdir(), "edgelin-")), "bundle");
+  await cp(fused, copy, { recursive: true });
+  const stream = await (await load(copy, { variant: "model" })).stream();
+  await stream.feed([1]);
+  const state = Buffer.from(await stream.save());
+  state[state.length - 1] ^= 1;
+  await assert.rejects(stream.load(state), /differs from its hash/);
+  await assert.rejects(stream.load(state.subarray(0, 40)), /damaged or no state file/);
+  const other = await load(join(GOLDEN, "plain", "bundle"));
+  const foreign = await other.stream();
+  await foreign.feed([1]);
+  await assert.rejects(stream.load(await foreign.save()), /another model/);
+  const data = join(copy, "onnx", "model.onnx_data");
+  const bytes = await readFile(data);
+  bytes[9] ^= 1;
+  await writeFile(data, bytes);
+  await assert.rejects(load(copy, { variant: "model" }), /differs from its sha256/);
+  const manifest = join(copy, "edgelin.json");
+  await writeFile(manifest, (await readFile(manifest, "utf8")).replace('"chunk": 64', '"chunk": 32'));
+  await assert.rejects(load(copy), /differs from its digest/);
+});
+
+test("a device that computes otherwise is told", async () => {
+  const copy = join(await mkdtemp(join(tmpdir(), "edgelin-")), "bundle");
+  await cp(fused, copy, { recursive: true });
+  const bundle = await load(copy, { variant: "model", selfTest: false });
+  const { selfTest } = await import("../dist/self_test.js");
+  await selfTest(bundle);
+  const call = bundle.call.bind(bundle);
+  bundle.call = async (states, ...rest) => {
+    const found = await call(states, ...rest);
+    found.outputs.data.forEach((value, i, all) => (all[i] = value + 1));
+    return found;
+  };
+  await assert.rejects(selfTest(bundle), EdgelinError);
+});
+
+test("edgelin-run writes on, and goes on from a state file", async () => {
+  const folder = await mkdtemp(join(tmpdir(), "edgelin-"));
+  const state = join(folder, "a.state");
+  const options = ["--variant", "model", "--temperature", "0", "--max-tokens"];
+  const whole = await run(process.execPath, [CLI, fused, "The quiet", ...options, "20"]);
+  const first = await run(process.execPath, [CLI, fused, "The quiet", ...options, "8", "--save-state", state]);
+  const second = await run(process.execPath, [CLI, fused, ...options, "12", "--load-state", state]);
+  const shown = (text) => text.replace(/[\ufffd\n]/g, ""); // an incomplete character is shown at an end only
+  assert.equal(shown(first.stdout + second.stdout), shown(whole.stdout));
+  const error = await run(process.execPath, [CLI, folder, "x"]).catch((failed) => failed);
+  assert.equal(error.code, 1);
+  assert.equal(error.stderr.trimEnd().split("\n").length, 1);
+});
