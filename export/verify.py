@@ -89,15 +89,15 @@ def verify(
     with contextlib.ExitStack() as stack:
         own = None
         if checkpoint is not None:
-            own = stack.enter_context(_exported(checkpoint, bundle))
-            _check_same_model(manifest, own, checkpoint)
+            own = stack.enter_context(exported(checkpoint, bundle))
+            check_same_model(manifest, own, checkpoint)
         result = _verify(manifest, bundle, own, tolerance, data, progress)
     result.checkpoint = None if checkpoint is None else str(checkpoint)
     return result
 
 
 @contextlib.contextmanager
-def _exported(checkpoint: Path, bundle: Path) -> Iterator[Path]:
+def exported(checkpoint: Path, bundle: Path) -> Iterator[Path]:
     """The checkpoint, in our own format and with the attention that the bundle was given."""
     from edgelin.export import attention
     from edgelin.families import convert
@@ -166,7 +166,7 @@ def _check_files(manifest: Manifest, bundle: Path) -> None:
                 )
 
 
-def _check_same_model(manifest: Manifest, checkpoint: Path, given: Path) -> None:
+def check_same_model(manifest: Manifest, checkpoint: Path, given: Path) -> None:
     """Refuse a checkpoint, given under another name, that the bundle was not made from."""
     from edgelin import checkpoint as checkpoints
     from edgelin.export.contract import model_hash

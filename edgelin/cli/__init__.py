@@ -33,8 +33,8 @@ _EXTRAS = {
     "prometheus_client": "serve",
 }
 _COMMANDS = (
-    "train", "export", "verify", "run", "serve", "prompt", "eval", "inspect", "bench", "import",
-    "families",
+    "train", "export", "verify", "run", "serve", "prompt", "eval", "inspect", "bench", "soak",
+    "import", "families",
 )  # fmt: skip
 # By default these end a process at once, and what it was writing stays half done.
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]

@@ -22,12 +22,12 @@ from edgelin import checkpoint
 from edgelin.config import RunConfig, to_dict
 from edgelin.errors import EdgelinError
 from edgelin.model import Block, SequenceModel, check_size
+from edgelin.stop import Stop
 from edgelin.train import folder, log, optimizer, snapshot, warm_start
 from edgelin.train.data import prepare
 from edgelin.train.features import FeatureTask
 from edgelin.train.meter import Meter, tell
 from edgelin.train.schedule import learning_rate, progress
-from edgelin.train.stop import Stop
 from edgelin.train.task import Hidden, Task
 from edgelin.train.text import TextTask
 

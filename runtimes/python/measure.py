@@ -157,7 +157,7 @@ def check_plot(path: Path) -> None:
         )
 
 
-def write_json(found: dict[str, Any], path: Path) -> None:
+def write_json(found: Any, path: Path) -> None:
     """Write results whole or not at all."""
     with _whole(path) as part:
         part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
