@@ -16,13 +16,16 @@ export { Bundle, Stream, type Files, type Rows } from "./runner.js";
 export type { Sampling } from "./sampler.js";
 export { Store, download } from "./store.js";
 
+/** The one file of onnxruntime-web/dist that a page must host, by device. */
+const WASM = { wasm: "ort-wasm-simd-threaded.wasm", webgpu: "ort-wasm-simd-threaded.asyncify.wasm" };
+
 export interface LoadOptions {
   /** Graph of the bundle; the portable one if there is one, else its default one. */
   variant?: string;
   /** Where the model computes; `"wasm"`. */
   device?: "wasm" | "webgpu";
-  /** Folder of onnxruntime-web's .wasm file; beside the script that imports this module. */
-  wasmPaths?: string;
+  /** URL of the folder with onnxruntime-web's .wasm file; the folder of the script that has this module. */
+  wasmFolder?: string;
   /** Threads; more than 1 needs a cross-origin isolated page; 1. */
   threads?: number;
   /** Replay the bundle's golden stream: on the `"first"` load on this device, `"always"` or `"never"`. */
@@ -35,7 +38,7 @@ export interface LoadOptions {
 export async function load(source: string | URL | Files | ReadonlyMap<string, Blob>, options: LoadOptions = {}): Promise<Bundle> {
   const device = options.device ?? "wasm";
   const ort = await onnxruntime(device);
-  if (options.wasmPaths) ort.env.wasm.wasmPaths = options.wasmPaths;
+  if (options.wasmFolder) ort.env.wasm.wasmPaths = { wasm: `${options.wasmFolder.replace(/\/*$/, "/")}${WASM[device]}` };
   ort.env.wasm.numThreads = options.threads ?? 1;
   const bundle = await open(ort, filesOf(source), {
     device,
