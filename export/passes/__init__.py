@@ -18,8 +18,10 @@ from edgelin.export.passes.norms import decompose_norms, fuse_norms
 from edgelin.export.passes.opset import set_opset
 from edgelin.export.passes.reshapes import clean_reshapes
 from edgelin.export.passes.select_logits import select_logits
+from edgelin.export.passes.shared_keys import share_keys
 from edgelin.export.passes.silu import expand_silu, fuse_silu
 from edgelin.export.passes.softplus import simplify_softplus
+from edgelin.export.passes.splits import merge_splits
 from edgelin.export.passes.stacks import cancel_stacks
 from edgelin.export.passes.tied_head import fuse_tied_head, plain_tied_head
 from edgelin.export.profiles import Profile
@@ -40,6 +42,9 @@ def lower(model: ir.Model, profile: Profile) -> None:
     hoist_reshapes(model)
     clean_reshapes(model)
     if profile.vendor_ops:
+        share_keys(model)
+        clean_reshapes(model)
+        merge_splits(model)
         fuse_norms(model)
     else:
         expand_silu(model)

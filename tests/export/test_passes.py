@@ -16,8 +16,10 @@ from edgelin.export.passes.hoist_reshapes import hoist_reshapes
 from edgelin.export.passes.norms import decompose_norms, fuse_norms
 from edgelin.export.passes.opset import set_opset
 from edgelin.export.passes.reshapes import clean_reshapes
+from edgelin.export.passes.shared_keys import share_keys
 from edgelin.export.passes.silu import expand_silu, fuse_silu
 from edgelin.export.passes.softplus import simplify_softplus
+from edgelin.export.passes.splits import merge_splits
 from edgelin.export.profiles import PROFILES
 
 B, T, H, K = "batch", "time", 2, 4
@@ -37,8 +39,10 @@ class Sketch:
         self, op_type: str, inputs: Sequence[ir.Value], shape: list[Any], **attributes: Any
     ) -> ir.Value:
         """Append a node whose outputs have this shape."""
-        count = attributes.pop("outputs", 1)
-        node = ir.node(op_type, list(inputs), attributes=attributes, num_outputs=count)
+        count, domain = attributes.pop("outputs", 1), attributes.pop("domain", "")
+        node = ir.node(
+            op_type, list(inputs), attributes=attributes, num_outputs=count, domain=domain
+        )
         for output in node.outputs:
             output.shape, output.type = ir.Shape(shape), ir.TensorType(ir.DataType.FLOAT)
         self.nodes.append(node)
@@ -239,3 +243,59 @@ def test_a_constant_with_nan_is_found_again() -> None:
     for other in (content[::-1].copy(), content[:1], content.astype(np.float64)):
         with pytest.raises(ValueError, match="exists with another content"):
             add_constant(model, "c", other)
+
+
+def shared(copies: int, groups: int) -> ir.Model:
+    """Linear attention whose keys and queries serve several heads of values each."""
+    s, heads, width = Sketch(), copies * groups, H * K // (2 * groups)
+    apart = s.reshape(s.x, [B, T, 2 * groups, 1, width])
+    times = s.const(np.array([1, 1, 1, copies, 1]))
+    repeated = s.op("Expand", [apart, times], [B, T, 2 * groups, copies, width])
+    joined = s.reshape(repeated, [B, T, 2 * heads * width])
+    split = [joined], [B, T, heads * width]
+    keys = s.op("Split", *split, axis=2, num_outputs=2, outputs=2)
+    queries = s.nodes[-1].outputs[1]
+    weight = s.const(np.random.default_rng(1).standard_normal((H * K, 3 * heads), np.float32))
+    v = s.op("MatMul", [s.x, weight], [B, T, 3 * heads])
+    attributes = {"q_num_heads": heads, "kv_num_heads": heads, "update_rule": "linear"}
+    y = s.op("LinearAttention", [queries, keys, v], [B, T, 3 * heads], domain="com.microsoft",
+             scale=0.5, outputs=2, **attributes)  # fmt: skip
+    return s.model(y)
+
+
+@pytest.mark.parametrize(("copies", "groups"), [(3, 1), (2, 2)])
+def test_shared_keys_are_not_repeated(copies: int, groups: int) -> None:
+    model = shared(copies, groups)
+    clean_reshapes(model)
+    wanted = ["Reshape", "MatMul", "Reshape", "Split", "LinearAttention"]
+    check(model, share_keys, wanted)
+    assert model.graph[-1].attributes.get_int("q_num_heads") == groups
+    assert clean_reshapes(model)
+    assert [node.op_type for node in model.graph] == ["MatMul", "Split", "LinearAttention"]
+
+
+@pytest.mark.parametrize("middle", [False, True])
+def test_a_split_of_a_split_is_one(middle: bool) -> None:
+    """Its parts keep their places and names, whichever part was split again."""
+    s, sizes = Sketch(), np.array([2, 4, 2] if middle else [4, 4])
+    s.op("Split", [s.x, s.const(sizes)], [B, T, 2], axis=2, outputs=len(sizes))
+    first = s.nodes[-1]
+    for output, size in zip(first.outputs, sizes.tolist(), strict=True):
+        output.shape = ir.Shape([B, T, size])
+    again = first.outputs[1 if middle else 0]
+    s.op("Split", [again], [B, T, 2], axis=2, num_outputs=2, outputs=2)
+    parts = [*s.nodes[-1].outputs, *(value for value in first.outputs if value is not again)]
+    check(s.model(*parts), merge_splits, ["Split"])
+
+
+@pytest.mark.parametrize("change", ["axis", "used", "unknown"])
+def test_other_splits_stay(change: str) -> None:
+    s = Sketch()
+    a = s.op("Split", [s.x], [B, T, "half" if change == "unknown" else 4], axis=2, num_outputs=2,
+             outputs=2)  # fmt: skip
+    axis, size = (1, [B, "part", 4]) if change == "axis" else (2, [B, T, 2])
+    if change == "unknown":
+        size = [B, T, "quarter"]
+    part = s.op("Split", [a], size, axis=axis, num_outputs=2, outputs=2)
+    outputs = [part, s.nodes[-1].outputs[1], s.nodes[0].outputs[1]]
+    assert not merge_splits(s.model(*outputs, *([a] if change == "used" else [])))
