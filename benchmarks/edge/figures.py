@@ -298,10 +298,8 @@ def memory_over_weights(place: Place) -> Found:
 def growth(place: Place) -> dict[str, float]:
     """What 200,000 steps change, in a fresh process."""
     bundle = place.store.bundle("small")
-    command = [sys.executable, str(Path(__file__).with_name("fresh.py")), str(bundle), str(LONG)]
     with place.undisturbed():
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
+        return fresh(bundle, LONG)
 
 
 def memory_growth(place: Place) -> Found:

@@ -143,7 +143,12 @@ def published(name: str) -> Any:
     config = getattr(transformers, f"{kind}Config")(**sizes)
     cls = "Qwen3_5ForCausalLM" if kind == "Qwen3_5Text" else f"{kind}ForCausalLM"
     torch.manual_seed(0)
-    return getattr(transformers, cls)(config).eval()
+    model = getattr(transformers, cls)(config).eval()
+    with torch.no_grad():  # without training, so many layers of full weight are chaotic
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("out_proj.weight", "down_proj.weight")):
+                parameter.div_((2 * config.num_hidden_layers) ** 0.5)
+    return model
 
 
 def _words() -> str:

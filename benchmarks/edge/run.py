@@ -21,6 +21,8 @@ from typing import Any
 from figures import FIGURES, Found, Place
 from models import Store
 
+from edgelin.errors import EdgelinError
+
 
 def main() -> None:
     """Parse, measure, print, append."""
@@ -52,7 +54,7 @@ def measure(name: str, place: Place, out: Path) -> bool:
     began = time.monotonic()
     try:
         found = FIGURES[name].measure(place)
-    except (OSError, ImportError) as error:
+    except (OSError, ImportError, EdgelinError) as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         return False
     line = entry(name, found)
