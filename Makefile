@@ -1,6 +1,7 @@
 # make demo   checkpoint -> bundle -> checked bundle -> text, on a CPU
 # make test   own environment, then lint, types and tests: what CI runs
 # make check  the same lint, types and tests in the environment that is active
+# make test-cpp   the C++ runner: what it needs, two builds, golden streams
 # make gpu    the tests that need a CUDA GPU, with that machine's own torch
 #
 # PYTHON=python3.12           interpreter for the environment (3.11 or 3.12)
@@ -20,7 +21,9 @@ RUN ?= $(PYTHON) -m
 
 export ORT_DISABLE_TELEMETRY = 1
 
-.PHONY: demo test check gpu lint
+.PHONY: demo test check gpu lint test-cpp
+
+TOOLS := build/toolchain
 
 demo: $(VENV)/.installed-export
 	$(BIN)/edgelin export examples/demo/checkpoint -o bundles/demo --quantize int4 --force
@@ -38,6 +41,17 @@ lint:
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 	$(RUN) mypy
+
+test-cpp: $(VENV)/.installed-dev
+	PYTHON=$(BIN)/python runtimes/toolchain.sh cpp
+	cmake -S runtimes/cpp -B build/cpp $(CPP)
+	cmake -S runtimes/cpp -B build/cpp-sanitized $(CPP) -DEDGELIN_SANITIZE=ON -DCMAKE_BUILD_TYPE=Debug
+	cmake --build build/cpp-sanitized --target edgelin-test -j2
+	cmake --build build/cpp -j2
+	build/cpp-sanitized/edgelin-test runtimes/golden build/cpp-sanitized/work
+
+CPP = -DONNXRUNTIME_ROOT=$(CURDIR)/$(TOOLS)/onnxruntime \
+	-Dnlohmann_json_DIR=$(CURDIR)/$(TOOLS)/debian/usr/share/cmake/nlohmann_json
 
 gpu:
 	$(RUN) pytest -m gpu
