@@ -228,6 +228,14 @@ def test_kernel_bfloat16(decay, device, short_segments):
     assert max(errors.values()) < 2e-2, errors
 
 
+@pytest.mark.parametrize("hard", ["front", "mix"])
+def test_kernel_bfloat16_hard_decays(hard, device, short_segments):
+    """Segments with decays of any size beside segments where they are mild."""
+    inputs = make("key", 200, heads=1, key=20, value=12, dtype=torch.bfloat16, hard=hard)
+    errors = run_kernel(inputs, 0.3, device)
+    assert max(errors.values()) < 2e-2, errors
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 def test_kernel_normaliser(decay, device):
     """V = 1 with bfloat16 queries and float32 values, as the normaliser calls it."""

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+from edgelin.recurrences.launches import Choice, choose
 
 C = tl.constexpr(CHUNK)
 FLOOR = tl.constexpr(MIN_LOG_DECAY)
@@ -67,13 +68,16 @@ def state_cells(index, k_start, v_start, K: tl.constexpr, V: tl.constexpr, BK: t
 
 
 @triton.jit
-def decay_sums(g, row, valid, HAS_G: tl.constexpr):
-    """G `[64]` in float64, so that differences stay exact after a reset of -90 a token."""
+def decay_sums(g, row, valid, HAS_G: tl.constexpr, WIDE: tl.constexpr):
+    """G `[64]`; in float64 differences stay exact after a reset of -90 a token.
+
+    Those of float32 sums are exact enough beside bfloat16 scores.
+    """
     if HAS_G:
         steps = tl.maximum(tl.load(g + row, mask=valid, other=0.0).to(tl.float32), FLOOR)
-        return tl.cumsum(steps.to(tl.float64), axis=0)
+        return tl.cumsum(steps.to(WIDE), axis=0)
     else:
-        return tl.zeros([C], dtype=tl.float64)
+        return tl.zeros([C], dtype=WIDE)
 
 
 @triton.jit
@@ -105,7 +109,7 @@ def total_decay(prefix, bh, n, T, H, HAS_G: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
-                  K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr,
+                  K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr, WIDE: tl.constexpr,
                   INVERSE: tl.constexpr):  # fmt: skip
     """X - I of one chunk by masked block recursion, and its decay factors."""
     chunks = tl.cdiv(T, C)
@@ -115,7 +119,7 @@ def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
     for start in range(0, K, BK):
         keys = tile(k, row, valid, start, K, BK)
         gram = tl.dot(keys, tl.trans(keys), gram, input_precision="ieee")
-    sums = decay_sums(g, row, valid, HAS_G)
+    sums = decay_sums(g, row, valid, HAS_G, WIDE)
     strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
 
     i = tl.arange(0, C)[:, None]
@@ -169,7 +173,7 @@ def states_kernel(k, v, beta, inverse, prefix, suffix, state, states, writes, fi
 @triton.jit(do_not_specialize=["T"])
 def output_kernel(q, k, g, states, writes, o, scale, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  HAS_G: tl.constexpr):  # fmt: skip
+                  HAS_G: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Outputs of one chunk, one block of value columns."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -184,47 +188,12 @@ def output_kernel(q, k, g, states, writes, o, scale, T, H,
         block = tl.load(states + cells, mask=inside, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), scores, input_precision="ieee")
         out = tl.dot(queries, block, out, input_precision="ieee")
-    sums = decay_sums(g, row, valid, HAS_G)
+    sums = decay_sums(g, row, valid, HAS_G, WIDE)
     new = tile(writes, row, valid, v_start, V, BV)
     scores = (scores * decay_matrix(sums)).to(new.dtype)
     out *= tl.exp(sums.to(tl.float32))[:, None]
     out = tl.dot(scores, new, out, input_precision="ieee")
     put_tile(o, scale * out, row, valid, v_start, V, BV)
-
-
-class Blocks(NamedTuple):
-    """Block sizes and dot precisions by dtype and widths; a fixed choice, nothing is tuned."""
-
-    key: int  # whole key width, padded to a power of two
-    key_part: int  # block of a loop over the key width
-    value_part: int  # block of a loop or a grid over the value width
-    state_value: int  # block of state columns that one program carries along
-    inverse_precision: str
-    warps: int
-    stages: int
-
-    @classmethod
-    def choose(cls, k: Tensor, v: Tensor) -> Blocks:
-        """For keys ``k`` `[B, T, H, K]` and values ``v`` `[B, T, H, V]`."""
-        batch, _, heads, width = v.shape
-        full = v.dtype == torch.float32
-        key = max(16, triton.next_power_of_2(k.shape[-1]))
-        value = max(16, triton.next_power_of_2(width))
-        part = 32 if full else 64
-        # wide columns save reads of the keys; narrow ones make programs when there are few
-        columns = 32 if key > 128 or batch * heads * width < 128 * 64 else 64
-        if full:  # without tensor cores a dot keeps both operands in registers
-            columns = 16 if key > 64 else 32
-        return cls(
-            key=key,
-            key_part=min(key, part),
-            value_part=min(value, part),
-            state_value=min(value, columns),
-            # three tf32 products on tensor cores are exact enough beside bfloat16 inputs
-            inverse_precision="ieee" if full else "tf32x3",
-            warps=8 if full else 4,
-            stages=1 if full else 2,
-        )
 
 
 class Inputs(NamedTuple):
@@ -247,6 +216,44 @@ class Inputs(NamedTuple):
         q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
         return cls(q, k, v, beta, beta if g is None else g.contiguous(), state, g is not None)
 
+    def launch(self, kernel: str) -> Choice:
+        """Blocks of keys and values (BK, BV) and warps of a kernel.
+
+        ``states`` and ``reverse`` carry BV columns of the state along and take all keys at once.
+        """
+        batch, _, heads, width = self.v.shape
+        full = self.v.dtype == torch.float32
+        key = max(16, triton.next_power_of_2(self.k.shape[-1]))
+        value = max(16, triton.next_power_of_2(width))
+        part = 32 if full else 64
+        # wide columns save reads of the keys; narrow ones make programs when there are few
+        columns = 32 if key > 128 or batch * heads * width < 128 * 64 else 64
+        if full:  # without tensor cores a dot keeps both operands in registers
+            columns = 16 if key > 64 else 32
+        serial = kernel in ("states", "reverse")
+        rule = {
+            "BK": key if serial else min(key, part),
+            "BV": min(value, columns if serial else part),
+            "num_warps": 8 if full else 4,
+            "num_stages": 1 if full else 2,
+        }
+        if full:
+            return rule
+        many = "" if batch * heads >= 64 else " few"  # rows that are passed through in parallel
+        gates = "gated " if self.has_g else ""
+        widths = f"{self.k.shape[-1]}x{width}"
+        return choose(f"delta {gates}{kernel} {widths}{many if serial else ''}", rule)
+
+    @property
+    def wide(self) -> tl.dtype:
+        """What decays are summed in."""
+        return tl.float64 if self.v.dtype == torch.float32 else tl.float32
+
+    @property
+    def inverse_precision(self) -> str:
+        """Three tf32 products on tensor cores are exact enough beside bfloat16 inputs."""
+        return "ieee" if self.v.dtype == torch.float32 else "tf32x3"
+
 
 class Carried(NamedTuple):
     """What the chunks compute before the outputs."""
@@ -259,7 +266,7 @@ class Carried(NamedTuple):
     final: Tensor  # [B, H, K, V]
 
 
-def carry(x: Inputs, blocks: Blocks) -> Carried:
+def carry(x: Inputs) -> Carried:
     """Run the first two kernels."""
     batch, time, heads, width = x.v.shape
     key = x.k.shape[-1]
@@ -271,15 +278,16 @@ def carry(x: Inputs, blocks: Blocks) -> Carried:
     states = x.v.new_empty(batch, heads, chunks, key, width)
     writes = torch.empty_like(x.v)
     final = torch.empty_like(x.state)
+    launch = x.launch("invert")
     invert_kernel[(batch * heads * chunks,)](
         x.k, x.beta, x.g, inverse, prefix, suffix, time, heads,
-        K=key, BK=blocks.key_part, HAS_G=x.has_g, INVERSE=blocks.inverse_precision,
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        K=key, BK=launch["BK"], HAS_G=x.has_g, WIDE=x.wide, INVERSE=x.inverse_precision,
+        **{name: launch[name] for name in ("num_warps", "num_stages")},
     )  # fmt: skip
-    states_kernel[(batch * heads, triton.cdiv(width, blocks.state_value))](
+    launch = x.launch("states")
+    states_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
         x.k, x.v, x.beta, inverse, prefix, suffix, x.state, states, writes, final, time, heads,
-        K=key, V=width, BK=blocks.key, BV=blocks.state_value, HAS_G=x.has_g,
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        K=key, V=width, HAS_G=x.has_g, **launch,
     )  # fmt: skip
     return Carried(inverse, prefix, suffix, states, writes, final)
 
@@ -296,14 +304,12 @@ def forward(
     """Outputs `[B, T, H, V]` and the new state `[B, H, K, V]`; float32 or bfloat16 values."""
     with torch.cuda.device_of(v):
         x = Inputs.prepare(q, k, v, beta, g, state)
-        blocks = Blocks.choose(x.k, x.v)
-        carried = carry(x, blocks)
+        carried = carry(x)
         batch, time, heads, width = v.shape
-        o = torch.empty_like(x.v)
-        grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, blocks.value_part))
+        o, launch = torch.empty_like(x.v), x.launch("output")
+        grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, launch["BV"]))
         output_kernel[grid](
             x.q, x.k, x.g, carried.states, carried.writes, o, scale, time, heads,
-            K=x.k.shape[-1], V=width, BK=blocks.key_part, BV=blocks.value_part, HAS_G=x.has_g,
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            K=x.k.shape[-1], V=width, HAS_G=x.has_g, WIDE=x.wide, **launch,
         )  # fmt: skip
     return o, carried.final

@@ -32,7 +32,6 @@ from torch import Tensor
 from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import (
     FLOOR,
-    Blocks,
     C,
     Carried,
     Inputs,
@@ -51,7 +50,7 @@ from edgelin.recurrences.delta.kernel import (
 @triton.jit(do_not_specialize=["T"])
 def local_kernel(q, k, g, do, du, scale, T, H,
                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                 HAS_G: tl.constexpr):  # fmt: skip
+                 HAS_G: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Gradient of the writes through the outputs of their own chunk."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -62,7 +61,7 @@ def local_kernel(q, k, g, do, du, scale, T, H,
         queries = tile(q, row, valid, start, K, BK)
         keys = tile(k, row, valid, start, K, BK)
         scores = tl.dot(keys, tl.trans(queries), scores, input_precision="ieee")
-    sums = decay_sums(g, row, valid, HAS_G)
+    sums = decay_sums(g, row, valid, HAS_G, WIDE)
     position = tl.arange(0, C)
     exponent = (sums[None, :] - sums[:, None]).to(tl.float32)
     later = position[None, :] >= position[:, None]
@@ -112,7 +111,7 @@ def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates,
 def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, strengths, dsums,
                   scale, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  HAS_G: tl.constexpr):  # fmt: skip
+                  HAS_G: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """dv, the gradients of q k^T and k k^T, and what they give to beta and G."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -138,7 +137,7 @@ def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, strengt
         queries = tile(q, row, valid, start, K, BK)
         gram = tl.dot(keys, tl.trans(keys), gram, input_precision="ieee")
         scores = tl.dot(queries, tl.trans(keys), scores, input_precision="ieee")
-    decay = decay_matrix(decay_sums(g, row, valid, HAS_G))
+    decay = decay_matrix(decay_sums(g, row, valid, HAS_G, WIDE))
     position = tl.arange(0, C)
     below = position[:, None] > position[None, :]
     dp *= scale * decay
@@ -225,25 +224,22 @@ class Solved(NamedTuple):
     dstate: Tensor  # before the first token [B, H, K, V]
 
 
-def _reverse(
-    x: Inputs, carried: Carried, blocks: Blocks, scale: float, do: Tensor, dfinal: Tensor
-) -> Solved:
+def _reverse(x: Inputs, carried: Carried, scale: float, do: Tensor, dfinal: Tensor) -> Solved:
     """Run the kernels ``local`` and ``reverse``."""
     batch, time, heads, width = x.v.shape
     key = x.k.shape[-1]
     du, dr = torch.empty_like(x.v), torch.empty_like(x.v)
     dstates, dstate = torch.empty_like(carried.states), torch.empty_like(x.state)
-    sizes = {"K": key, "V": width, "HAS_G": x.has_g,
-             "num_warps": blocks.warps, "num_stages": blocks.stages}  # fmt: skip
-    grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, blocks.value_part))
+    sizes = {"K": key, "V": width, "HAS_G": x.has_g}
+    launch = x.launch("local")
+    grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, launch["BV"]))
     local_kernel[grid](
-        x.q, x.k, x.g, do, du, scale, time, heads,
-        BK=blocks.key_part, BV=blocks.value_part, **sizes,
+        x.q, x.k, x.g, do, du, scale, time, heads, WIDE=x.wide, **sizes, **launch,
     )  # fmt: skip
-    reverse_kernel[(batch * heads, triton.cdiv(width, blocks.state_value))](
+    launch = x.launch("reverse")
+    reverse_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
         x.q, x.k, x.beta, carried.inverse, carried.prefix, carried.suffix, do, du, dfinal,
-        dstates, dr, dstate, scale, time, heads,
-        BK=blocks.key, BV=blocks.state_value, **sizes,
+        dstates, dr, dstate, scale, time, heads, **sizes, **launch,
     )  # fmt: skip
     return Solved(dr, dstates, dstate)
 
@@ -262,27 +258,24 @@ def backward(
     """Gradients of q, k, v, beta, g (empty without g) and state; shapes as in the forward pass."""
     with torch.cuda.device_of(v):
         x = Inputs.prepare(q, k, v, beta, g, state)
-        blocks = Blocks.choose(x.k, x.v)
-        carried = carry(x, blocks)
+        carried = carry(x)
         do, dstate = do.to(v.dtype).contiguous(), dstate.contiguous()
-        solved = _reverse(x, carried, blocks, scale, do, dstate)
+        solved = _reverse(x, carried, scale, do, dstate)
         batch, time, heads, width = v.shape
         dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
         dscores, dlower = (torch.empty_like(carried.inverse) for _ in range(2))
         strengths, dbeta = (v.new_empty(batch, time, heads, dtype=torch.float32) for _ in range(2))
         dsums, dg = (torch.empty_like(carried.prefix) for _ in range(2))
         grid = (batch * heads * triton.cdiv(time, CHUNK),)
-        sizes = {"K": x.k.shape[-1], "V": width, "BK": blocks.key_part, "BV": blocks.value_part,
-                 "HAS_G": x.has_g,
-                 "num_warps": blocks.warps, "num_stages": blocks.stages}  # fmt: skip
+        sizes = {"K": x.k.shape[-1], "V": width, "HAS_G": x.has_g}
         scores_kernel[grid](
             x.q, x.k, x.v, x.beta, x.g, carried.writes, do, solved.dr, dv, dscores, dlower,
-            strengths, dsums, scale, time, heads, **sizes,
+            strengths, dsums, scale, time, heads, WIDE=x.wide, **sizes, **x.launch("scores"),
         )  # fmt: skip
         keys_kernel[grid](
             x.q, x.k, x.beta, x.g, carried.prefix, carried.suffix, carried.states, carried.writes,
             do, solved.dr, solved.dstates, dscores, dlower, strengths, dsums, dq, dk, dbeta, dg,
-            scale, time, heads, **sizes,
+            scale, time, heads, **sizes, **x.launch("keys"),
         )  # fmt: skip
     dg = state.new_empty(0) if g is None else dg
     return dq.to(q.dtype), dk.to(k.dtype), dv, dbeta.to(beta.dtype), dg, solved.dstate

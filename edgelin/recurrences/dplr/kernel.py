@@ -21,7 +21,7 @@ its token's decay, b is beta k, and z is what is written, v minus what was read,
 no k stands beside b.
 
 Decays may be of any size. Where they are mild, e^{G_i - G_j} is split at the middle of the chunk
-(``linear/kernel_passes.py``). Where one is not, it is split at the middle of the smallest aligned
+(``linear/kernel_decays.py``). Where one is not, it is split at the middle of the smallest aligned
 block of 2, 4, ... 64 tokens that holds both i and j, so that no exponent is ever positive, and
 every exponent is a sum over an interval of tokens, never a difference of sums. Such sums are
 products with 0/1 masks on the tensor cores. Dots run in the dtype of the values and add up in
@@ -53,7 +53,7 @@ from edgelin.recurrences.dplr.kernel_decays import (
     unit_lower_inverse,
 )
 from edgelin.recurrences.launches import Choice, choose
-from edgelin.recurrences.linear.kernel_passes import (
+from edgelin.recurrences.linear.kernel_decays import (
     REACH,
     SHORT_REACH,
     _sums,

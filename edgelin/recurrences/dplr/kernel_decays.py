@@ -11,7 +11,7 @@ import triton.language as tl
 
 from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import FLOOR, C, tile
-from edgelin.recurrences.linear.kernel_passes import _sums
+from edgelin.recurrences.linear.kernel_decays import _sums
 
 LEVELS = tl.constexpr(CHUNK.bit_length() - 1)
 

@@ -23,7 +23,7 @@ from edgelin.recurrences.dplr.kernel_decays import (
     read_interval,
     times,
 )
-from edgelin.recurrences.linear.kernel_passes import _sums, from_middle
+from edgelin.recurrences.linear.kernel_decays import _sums, from_middle
 
 
 @triton.jit

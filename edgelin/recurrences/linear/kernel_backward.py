@@ -1,7 +1,7 @@
 """Gradients of the linear recurrence on a GPU, by the passes of ``kernel.py``.
 
-With dS the gradient of the state, dS_{t-1} = exp(g_t) (dS_t + scale * q_{t-1} do_{t-1}^T) backwards
-in time from the final state's gradient:
+With dS the gradient of the state, dS_{t-1} = exp(g_t) dS_t + ... backwards in time from the final
+state's gradient, where dS_t holds scale * q_t do_t^T:
 
     dq_t = scale * S_t do_t ;  dk_t = dS_t v_t ;  dv_t = dS_t^T k_t
     dg_t = sum over s >= t of (q_s dq_s - k_s dk_s) + sum over V of S_T dS_T
@@ -13,9 +13,9 @@ head. The products are taken from float32 dq and dk, before these are rounded.
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
-from edgelin.recurrences import MIN_LOG_DECAY
 from edgelin.recurrences.linear import kernel
 
 
@@ -44,58 +44,29 @@ def backward(
     Returns:
         dq, dk, dv, dg (float32; empty without g), and the gradient of the initial state.
     """
-    q, k, v, state, do, dstate = (x.contiguous() for x in (q, k, v, state, do, dstate))
-    g = None if g is None else g.contiguous()
-    half = kernel.is_half(q, k, v, do)
-    weights = _weights(q, v, g, half)
-
-    def run(
-        kind: kernel.Pass,
-        rows: tuple[Tensor, Tensor, Tensor],
-        start: Tensor,
-        m: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """One pass; ``m`` is what the result is multiplied with for dg."""
-        weigh = None if m is None or weights is None else (m, weights)
-        return kernel.attend(kind, rows, g, start, half=half, scale=scale, weigh=weigh)
-
-    dq, final = run(kernel.DQ, (do, v, k), state, q)
-    dk, dinitial = run(kernel.DK, (v, do, q), dstate, k)
-    dv, _ = run(kernel.DV, (k, do, q), dstate)
-    dq, dk = dq.to(q.dtype), dk.to(k.dtype)
-    if g is None or weights is None:
-        return dq, dk, dv, torch.zeros(0, device=q.device), dinitial
-    first = (
-        g.select(1, 0)
-        .float()
-        .clamp(min=MIN_LOG_DECAY)
-        .exp()
-        .reshape(*g.shape[:1], g.shape[2], -1, 1)
-    )
-    return dq, dk, dv, _decay_gradient(weights, g, final * dstate), dinitial * first
+    inputs = (("q", q), ("k", k), ("v", v), ("do", do))
+    tensors = {name: x.contiguous() for name, x in inputs}
+    walk = kernel.Walk(tensors, None if g is None else g.contiguous(), scale)
+    weights = _weights(walk)
+    before = walk.starts(kernel.DQ, state.contiguous())
+    after = walk.starts(kernel.DK, dstate.contiguous())
+    dq, final = walk.attend(kernel.DQ, before, weights)
+    ends = final if walk.segments == 1 else before.h
+    dk, dinitial = walk.attend(kernel.DK, after, weights, ends)
+    dv, _ = walk.attend(kernel.DV, after)
+    dg = torch.zeros(0, device=q.device) if weights is None else weights
+    if g is not None and g.dim() == 3:
+        dg = dg[0] if len(dg) == 1 else dg.sum(0)
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dinitial
 
 
-def _weights(q: Tensor, v: Tensor, g: Tensor | None, half: bool) -> Tensor | None:
-    """Where the passes leave q dq - k dk, last token first.
-
-    ``[B, T, H, K]``, or a sum a block of K for each head.
-    """
-    if g is None:
+def _weights(walk: kernel.Walk) -> Tensor | None:
+    """Where the passes leave the decay's gradient, with a decay a head a part for each block of K."""
+    if walk.g is None:
         return None
-    if g.dim() == 4:
-        return torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    # both passes have to cut K alike
-    launch = kernel.launch_of(kernel.DQ, kernel.mode_of(g), half, v.shape[3], q.shape[3])
-    shape = (-(-q.shape[3] // launch["BLOCK"]), *q.shape[:3])
+    q, v = walk.tensors["q"], walk.tensors["v"]
+    shape = [*q.shape] if walk.g.dim() == 4 else [*q.shape[:3]]
+    if walk.g.dim() == 3:
+        chosen = kernel.launch_of(kernel.DQ.name, walk.mode, walk.half, v.shape[3], q.shape[3])
+        shape = [triton.cdiv(q.shape[3], chosen["BLOCK"]), *shape]
     return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-
-def _decay_gradient(weights: Tensor, g: Tensor, last: Tensor) -> Tensor:
-    """dg from the products of the passes and ``last`` = S_T dS_T ``[B, H, K, V]``."""
-    if g.dim() == 3:
-        weights, ends = weights.sum(0), last.sum((2, 3))
-    else:
-        ends = last.sum(3)
-    weights.select(1, 0).add_(ends)
-    dg = torch.cumsum(weights, 1).flip(1)
-    return dg.masked_fill_(g < MIN_LOG_DECAY, 0.0)

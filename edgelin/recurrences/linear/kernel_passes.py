@@ -10,12 +10,17 @@ One kernel serves the output and all gradients. With rows y (width Y, the side t
     inner (a along Y): out_i = sum_j (a_i . exp(G_i - G_j) y_j) x_j    o, and dv backwards in time
     outer (a along X): out_i = sum_j (a_i . x_j) exp(G_i - G_j) y_j    dq, and dk backwards in time
 
-Per head, log decays are summed in float64, whose differences are exact enough. Per key, sums over
-intervals are products with 0/1 masks on the tensor cores, the decay split into bfloat16 parts so
-that they are exact. There exp(G_i - G_j) is split at the middle of the chunk, m: where |G_i - G_m|
-stays below REACH for all tokens and keys, exp(G_i - G_m) and exp(G_m - G_j) are numbers, whatever
-their signs, and A is one product. A chunk that decays faster is built level by level
-(``chunked.py``), where no exponent is ever positive.
+where j <= i, or j >= i backwards with exp(G_j - G_i). Backwards, the state is the gradient of the
+one after a token.
+
+A decay a head is applied to scores and rows. A decay a key is taken out beforehand: `split` writes
+q exp(G_i - G_m) and k exp(G_m - G_j), m the middle of the chunk, and between these rows there is no
+decay but that of the state over half chunks, which a pass applies where chunks meet. A segment where
+some key decays too fast for that is marked, left out here, and done by ``kernel_by_key.py``.
+
+The gradient of the decay needs no sum over all of time: at the end of a segment it is the product
+of the state there and the state's gradient, S . dS, and within one
+dg_t = dg_{t+1} + q_t dq_t - k_t dk_t.
 """
 
 from __future__ import annotations
@@ -23,246 +28,117 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edgelin.recurrences import MIN_LOG_DECAY
-
-NONE, HEAD, KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_FLOOR = tl.constexpr(MIN_LOG_DECAY)
-REACH, SHORT_REACH = tl.constexpr(64.0), tl.constexpr(16.0)  # float32: sums stay exact to 1e-6
-
-
-@triton.jit
-def _rows(p, rows, cols, live, H: tl.constexpr, D: tl.constexpr):
-    """Load a `[BT, BD]` tile of a `[B, T, H, D]` tensor; zeros where not live."""
-    return tl.load(
-        p + rows[:, None] * (H * D) + cols[None, :],
-        mask=live[:, None] & (cols[None, :] < D),
-        other=0.0,
-    )
+from edgelin.recurrences.linear.kernel_decays import (
+    FLOOR,
+    HEAD,
+    KEY,
+    NONE,
+    REACH,
+    _sums,
+    from_middle,
+    half_reach,
+    load_rows,
+    store_rows,
+)
 
 
-@triton.jit
-def _store(p, tile, rows, cols, live, H: tl.constexpr, D: tl.constexpr):
-    """Store a `[BT, BD]` tile of a `[B, T, H, D]` tensor where live."""
-    p_tile = p + rows[:, None] * (H * D) + cols[None, :]
-    tl.store(p_tile, tile.to(p.dtype.element_ty), mask=live[:, None] & (cols[None, :] < D))
-
-
-@triton.jit
-def _weigh(p, weight, live, REV: tl.constexpr):
-    """For the decay's gradient: dq stores q dq, dk (backwards) subtracts k dk from it."""
-    if REV:
-        weight = tl.load(p, mask=live, other=0.0) - weight
-    tl.store(p, weight, mask=live)
-
-
-@triton.jit
-def _key_decays(g, token, rows, cols, pos, T, H: tl.constexpr, Y: tl.constexpr, REV: tl.constexpr):
-    """Load log decays `[BT, BY]`; backwards in time a token takes the decay of the one after it."""
-    if REV:
-        live = (pos < T) & (pos >= 1)
-        p = g + (token + H) * Y
-    else:
-        live = pos < T
-        p = g + token * Y
-    return tl.maximum(_rows(p, rows, cols, live, H, Y).to(tl.float32), _FLOOR)
-
-
-@triton.jit
-def _head_decays(g, token, rows, pos, T, H: tl.constexpr, REV: tl.constexpr):
-    """Load log decays `[BT]` of a head; backwards as in `_key_decays`."""
-    if REV:
-        live = (pos < T) & (pos >= 1)
-        p = g + token + H
-    else:
-        live = pos < T
-        p = g + token
-    return tl.maximum(tl.load(p + rows * H, mask=live, other=0.0).to(tl.float32), _FLOOR)
-
-
-@triton.jit
-def _sums(mask, g, PT: tl.constexpr, PARTS: tl.constexpr):
-    """``mask @ g`` for a 0/1 mask `[BT, BT]` and float32 g `[BT, N]`, exact to PARTS * 8 bits."""
-    return _weighted_sums(tl.where(mask, 1.0, 0.0), g, PT, PARTS)
-
-
-@triton.jit
-def _weighted_sums(weights, g, PT: tl.constexpr, PARTS: tl.constexpr):
-    """``weights @ g`` for weights of 0, 1 and -1 `[BT, BT]`, likewise."""
-    weights = weights.to(PT)
-    part = g.to(tl.bfloat16)
-    total = tl.dot(weights, part.to(PT), input_precision="ieee")
-    for _ in tl.static_range(PARTS - 1):
-        g = g - part.to(tl.float32)
-        part = g.to(tl.bfloat16)
-        total = tl.dot(weights, part.to(PT), total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def from_middle(g, row, col, BT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):
-    """G_i - G_m `[BT, N]`, m the last token of the first half, and the sums of both halves."""
-    up = tl.where((col <= row) & (col >= BT // 2), 1.0, 0.0)
-    sums = _weighted_sums(up - tl.where((col > row) & (col < BT // 2), 1.0, 0.0), g, PT, PARTS)
-    first = tl.sum(tl.where(row < BT // 2, g, 0.0), axis=0)
-    second = tl.sum(tl.where(row >= BT // 2, g, 0.0), axis=0)
-    return sums, first, second
-
-
-@triton.jit
-def half_reach(g, row, BT: tl.constexpr):
-    """The most that a key decays in one half of a chunk, as a positive number."""
-    first = tl.sum(tl.where(row < BT // 2, g, 0.0), axis=0)
-    second = tl.sum(tl.where(row >= BT // 2, g, 0.0), axis=0)
-    return tl.max(-tl.minimum(first, second), axis=0)
-
-
-@triton.jit
-def _near_step_by_key(
-    b_a, b_x, b_y, sums, first, second, state, row, col, INNER: tl.constexpr, DT: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "per_segment"])
+def split(
+    q, k, g, q_split, k_split, exponents, first, second, far, T, per_segment,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+    PT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of a chunk with a decay a key, split at its middle, and the state after it."""
-    factor = tl.exp(sums)
-    f_y = b_y.to(tl.float32) * tl.exp(-sums)
-    if INNER:
-        f_a = b_a.to(tl.float32) * factor
-        read = (f_a * tl.exp(first)[None, :]).to(DT)
-        acc = tl.dot(read, tl.trans(state.to(DT)), input_precision="ieee")
-        scores = tl.dot(f_a.to(DT), tl.trans(f_y.to(DT)), input_precision="ieee")
-        scores = tl.where(col <= row, scores, 0.0).to(DT)
-        acc = tl.dot(scores, b_x, acc, input_precision="ieee")
-    else:
-        scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
-        scores = tl.where(col <= row, scores, 0.0).to(DT)
-        acc = tl.dot(b_a, state.to(DT), input_precision="ieee") * tl.exp(first)[None, :]
-        acc = tl.dot(scores, f_y.to(DT), acc, input_precision="ieee") * factor
-    f_y = (f_y * tl.exp(second)[None, :]).to(DT)
-    state = tl.dot(
-        tl.trans(b_x), f_y, state * tl.exp(first + second)[None, :], input_precision="ieee"
-    )
-    return acc, state
+    """Queries and keys with the decays to and from the middle of a chunk, ``exponents`` G_i - G_m,
+    the log decays of both halves `[B*H, N, K]`, and marks on the segments that are ``far``."""
+    chunks = tl.cdiv(T, BT)
+    i_bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    b, i_h = i_bh // H, i_bh % H
+    o_t, o_k = tl.arange(0, BT), tl.program_id(1) * BK + tl.arange(0, BK)
+    row, col = o_t[:, None], o_t[None, :]
+    live = n * BT + o_t < T
+    p = ((b.to(tl.int64) * T + n * BT) * H + i_h) * K
+    steps = tl.maximum(load_rows(g + p, o_t, o_k, live, H, K).to(tl.float32), FLOOR)
+    if half_reach(steps, row, BT) >= REACH:
+        tl.atomic_max(far + i_bh * tl.cdiv(chunks, per_segment) + n // per_segment, 1)
+    sums, early, late = from_middle(steps, row, col, BT, PT, PARTS)
+    sums = tl.minimum(tl.maximum(sums, -REACH), REACH)  # of no use where far, but a number
+    rows = load_rows(q + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(sums)
+    store_rows(q_split + p, rows, o_t, o_k, live, H, K)
+    rows = load_rows(k + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(-sums)
+    store_rows(k_split + p, rows, o_t, o_k, live, H, K)
+    store_rows(exponents + p, sums, o_t, o_k, live, H, K)
+    p_half = tl.program_id(0).to(tl.int64) * K + o_k
+    tl.store(first + p_half, early, mask=o_k < K)
+    tl.store(second + p_half, late, mask=o_k < K)
 
 
 @triton.jit
-def _differences(sums):
-    """G_i - G_j `[BT, BT]` of float64 sums `[BT]`, to the precision of float32.
+def _halves(p, i_bh, n, o_y, T, Y: tl.constexpr, BT: tl.constexpr):
+    """The log decay `[BY]` of a key over the half of chunk ``n``; zero for chunks behind the end."""
+    chunks = tl.cdiv(T, BT)
+    return tl.load(p + (i_bh.to(tl.int64) * chunks + n) * Y + o_y, mask=(o_y < Y) & (n < chunks),
+                   other=0.0)  # fmt: skip
 
-    Heads and tails are subtracted apart: close heads exactly, so that nothing cancels.
+
+@triton.jit
+def _differences(sums, WIDE: tl.constexpr, REV: tl.constexpr):
+    """G_i - G_j `[BT, BT]`, backwards G_j - G_i, float32.
+
+    Heads and tails of float64 sums are subtracted apart: close heads exactly, so that nothing
+    cancels.
     """
     head = sums.to(tl.float32)
-    tail = (sums - head.to(tl.float64)).to(tl.float32)
-    return (head[:, None] - head[None, :]) + (tail[:, None] - tail[None, :])
+    apart = head[:, None] - head[None, :]
+    if WIDE == tl.float64:
+        tail = (sums - head.to(tl.float64)).to(tl.float32)
+        apart += tail[:, None] - tail[None, :]
+    if REV:
+        apart = -apart
+    return apart
 
 
 @triton.jit
-def _read(
-    b_a, b_x, b_y, b_g, state, row, col,
-    MODE: tl.constexpr, INNER: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """Outputs `[BT, BX or BY]` of a chunk without decay, or with one a head (b_g `[BT]`)."""
-    if INNER:
-        acc = tl.dot(b_a, tl.trans(state.to(DT)), input_precision="ieee")
-        scores = tl.dot(b_a, tl.trans(b_y), input_precision="ieee")
+def _head_decays(g, token, o_t, live, H: tl.constexpr, REV: tl.constexpr, WIDE: tl.constexpr):
+    """A head's G `[BT]`, what a row reads the state by, what it is added by, and the whole decay."""
+    steps = tl.maximum(tl.load(g + token + o_t * H, mask=live, other=0.0).to(tl.float32), FLOOR)
+    sums = tl.cumsum(steps.to(WIDE), axis=0)
+    total = tl.sum(steps.to(WIDE), axis=0)
+    up, down = tl.exp(sums.to(tl.float32)), tl.exp((total - sums).to(tl.float32))
+    total = tl.exp(total.to(tl.float32))
+    if REV:
+        return sums, down, up, total
     else:
-        acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
-        scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
-    if MODE == HEAD:
-        sums = tl.cumsum(b_g.to(tl.float64), axis=0)
-        acc = acc * tl.exp(sums.to(tl.float32))[:, None]
-        exponent = tl.where(col <= row, _differences(sums), float("-inf"))
-        scores = scores * tl.exp(exponent)
-    scores = tl.where(col <= row, scores, 0.0).to(DT)
-    if INNER:
-        acc = tl.dot(scores, b_x, acc, input_precision="ieee")
-    else:
-        acc = tl.dot(scores, b_y, acc, input_precision="ieee")
-    return acc
+        return sums, up, down, total
 
 
 @triton.jit
-def _read_by_key(
-    b_a, b_x, b_y, b_g, state, row, col,
-    BT: tl.constexpr, INNER: tl.constexpr, DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr,
-):  # fmt: skip
-    """Outputs `[BT, BX or BY]` of a chunk with a decay a key (b_g `[BT, BY]`)."""
-    before = tl.exp(_sums(col <= row, b_g, PT, PARTS))
-    if INNER:
-        read = (b_a.to(tl.float32) * before).to(DT)
-        acc = tl.dot(read, tl.trans(state.to(DT)), input_precision="ieee")
-        same = tl.sum(b_a.to(tl.float32) * b_y.to(tl.float32), axis=1)
-        acc += same[:, None] * b_x.to(tl.float32)
-        scores = tl.zeros([BT, BT], dtype=tl.float32)
-    else:
-        acc = tl.dot(b_a, state.to(DT), input_precision="ieee") * before
-        same = tl.sum(b_a.to(tl.float32) * b_x.to(tl.float32), axis=1)
-        acc += same[:, None] * b_y.to(tl.float32)
-        scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
-    for level in range(0, LEVELS):
-        s = 1 << level  # halves of the aligned blocks of 2 s tokens
-        odd = (row // s) % 2 == 1
-        middle = row // (2 * s) * (2 * s) + s - 1
-        interval = tl.where(odd, (col > middle) & (col <= row), (col > row) & (col <= middle))
-        factor = tl.exp(_sums(interval, b_g, PT, PARTS))
-        pairs = (row // (2 * s) == col // (2 * s)) & odd & ((col // s) % 2 == 0)
-        f_y = (b_y.to(tl.float32) * factor).to(DT)
-        if INNER:
-            f_a = (b_a.to(tl.float32) * factor).to(DT)
-            part = tl.dot(f_a, tl.trans(f_y), input_precision="ieee")
-            scores += tl.where(pairs, part, 0.0)
-        else:
-            part = tl.where(pairs, scores, 0.0).to(DT)
-            acc += tl.dot(part, f_y, input_precision="ieee") * factor
-    if INNER:
-        acc = tl.dot(scores.to(DT), b_x, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _advance(
-    state, b_x, b_y, b_g, row, col,
-    MODE: tl.constexpr, DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """The state `[BX, BY]` after a chunk."""
-    if MODE == HEAD:
-        total = tl.sum(b_g.to(tl.float64), axis=0)
-        after = tl.exp((total - tl.cumsum(b_g.to(tl.float64), axis=0)).to(tl.float32))
-        b_y = (b_y.to(tl.float32) * after[:, None]).to(DT)
-        state = state * tl.exp(total.to(tl.float32))
-    if MODE == KEY:
-        after = tl.exp(_sums(col > row, b_g, PT, PARTS))
-        b_y = (b_y.to(tl.float32) * after).to(DT)
-        state = state * tl.exp(tl.sum(b_g, axis=0))[None, :]
-    return tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee")
-
-
-@triton.jit
-def _step_by_key(
-    b_a, b_x, b_y, b_g, state, row, col,
-    BT: tl.constexpr, INNER: tl.constexpr, DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr,
-):  # fmt: skip
-    """Outputs of a chunk with a decay a key, and the state after it, the shorter way that holds."""
-    if half_reach(b_g, row, BT) < (REACH if PARTS == 2 else SHORT_REACH):
-        sums, first, second = from_middle(b_g, row, col, BT, PT, PARTS)
-        acc, state = _near_step_by_key(
-            b_a, b_x, b_y, sums, first, second, state, row, col, INNER, DT
-        )
-    else:
-        acc = _read_by_key(b_a, b_x, b_y, b_g, state, row, col, BT, INNER, DT, PT, PARTS, LEVELS)
-        state = _advance(state, b_x, b_y, b_g, row, col, KEY, DT, PT, PARTS)
-    return acc, state
+def _decay_gradient(p, weight, g, carry, live, H: tl.constexpr, REV: tl.constexpr):
+    """A head's: dq stores q dq, dk (backwards) takes k dk off and sums up; the new carry."""
+    if REV:
+        weight = tl.load(p, mask=live, other=0.0) - weight
+        weight = tl.where(live, weight, 0.0)
+        kept = tl.load(g, mask=live, other=0.0).to(tl.float32) >= FLOOR
+        sums = carry + tl.cumsum(weight, axis=0, reverse=True)
+        carry += tl.sum(weight, axis=0)
+        weight = tl.where(kept, sums, 0.0)
+    tl.store(p, weight, mask=live)
+    return carry
 
 
 @triton.jit
 def attend(
-    a, x, y, g, h, out, final, m, w, T, chunks, h_scale, out_scale, s_b, s_s, s_x, s_y, s_w,
+    a, x, y, g, enter, leave, far, h, ends, out, final, m, w, T, chunks, h_scale, out_scale,
+    s_b, s_s, s_x, s_y, s_e, s_w,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
     MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr, WEIGH: tl.constexpr,
-    DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
+    DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one segment of one head, for one block of the output's width."""
     i_bh, i_s, i_o = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if MODE == KEY:
+        if tl.load(far + i_bh * tl.num_programs(1) + i_s) != 0:
+            return
     b, i_h = i_bh // H, i_bh % H
     o_t = tl.arange(0, BT)
     o_x, o_y = tl.arange(0, BX), tl.arange(0, BY)
@@ -271,53 +147,79 @@ def attend(
     else:
         o_y += i_o * BY
     row, col = o_t[:, None], o_t[None, :]
+    if REV:
+        seen = col >= row
+    else:
+        seen = col <= row
     in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
-    p_h = h + i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s
-    state = tl.load(p_h + o_x[:, None] * s_x + o_y[None, :] * s_y, mask=in_state, other=0.0)
-    state = state.to(tl.float32) * h_scale
+    cells = i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
+    cells += o_y[None, :] * s_y
+    state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
+    carry = tl.zeros([BY], dtype=tl.float32)
+    if WEIGH and REV:
+        end = tl.load(ends + s_e + cells, mask=in_state, other=0.0).to(tl.float32)
+        carry = tl.sum(end * state, axis=0) * out_scale
+    if MODE == HEAD:
+        carry = tl.sum(carry, axis=0)
+    if MODE == KEY:
+        n = i_s * chunks + (chunks - 1 if REV else 0)
+        state *= tl.exp(_halves(enter, i_bh, n, o_y, T, Y, BT))[None, :]
     for c in range(0, chunks):
-        start = (i_s * chunks + c) * BT
-        pos = start + o_t
-        live = pos < T
-        if REV:
-            first = T - 1 - start
-            rows = -o_t
-        else:
-            first = start
-            rows = o_t
-        token = (b.to(tl.int64) * T + first) * H + i_h
-        b_x = _rows(x + token * X, rows, o_x, live, H, X).to(DT)
-        b_y = _rows(y + token * Y, rows, o_y, live, H, Y).to(DT)
+        n = i_s * chunks + (chunks - 1 - c if REV else c)
+        live = n * BT + o_t < T
+        token = (b.to(tl.int64) * T + n * BT) * H + i_h
+        b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
+        b_y = load_rows(y + token * Y, o_t, o_y, live, H, Y).to(DT)
         if INNER:
-            b_a = _rows(a + token * Y, rows, o_y, live, H, Y).to(DT)
+            b_a = load_rows(a + token * Y, o_t, o_y, live, H, Y).to(DT)
+            acc = tl.dot(b_a, tl.trans(state.to(DT)), input_precision="ieee")
+            scores = tl.dot(b_a, tl.trans(b_y), input_precision="ieee")
         else:
-            b_a = _rows(a + token * X, rows, o_x, live, H, X).to(DT)
+            b_a = load_rows(a + token * X, o_t, o_x, live, H, X).to(DT)
+            acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
+            scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
+        if MODE == HEAD:
+            sums, reads, adds, total = _head_decays(g, token, o_t, live, H, REV, WIDE)
+            acc *= reads[:, None]
+            scores *= tl.exp(tl.where(seen, _differences(sums, WIDE, REV), float("-inf")))
+        scores = tl.where(seen, scores, 0.0).to(DT)
+        if INNER:
+            acc = tl.dot(scores, b_x, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(scores, b_y, acc, input_precision="ieee")
+        if MODE == HEAD:
+            b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
+            state *= total
+        state = tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee")
         if MODE == KEY:
-            b_g = _key_decays(g, token, rows, o_y, pos, T, H, Y, REV)
-            acc, state = _step_by_key(
-                b_a, b_x, b_y, b_g, state, row, col, BT, INNER, DT, PT, PARTS, LEVELS
-            )
-        else:
-            b_g = o_t
-            if MODE == HEAD:
-                b_g = _head_decays(g, token, rows, pos, T, H, REV)
-            acc = _read(b_a, b_x, b_y, b_g, state, row, col, MODE, INNER, DT)
-            state = _advance(state, b_x, b_y, b_g, row, col, MODE, DT, PT, PARTS)
+            log_decay = _halves(leave, i_bh, n, o_y, T, Y, BT)
+            if c + 1 < chunks:
+                log_decay += _halves(enter, i_bh, n - 1 if REV else n + 1, o_y, T, Y, BT)
+            state *= tl.exp(log_decay)[None, :]
         acc = acc * out_scale
         if INNER:
-            _store(out + token * X, acc, rows, o_x, live, H, X)
+            store_rows(out + token * X, acc, o_t, o_x, live, H, X)
+        elif not WEIGH:
+            store_rows(out + token * Y, acc, o_t, o_y, live, H, Y)
         else:
-            _store(out + token * Y, acc, rows, o_y, live, H, Y)
-            if WEIGH:
-                weight = acc * _rows(m + token * Y, rows, o_y, live, H, Y).to(tl.float32)
-                last = (b.to(tl.int64) * T + T - 1 - first) * H + i_h  # w runs backwards in time
-                if MODE == KEY:
-                    p_w = w + last * Y - rows[:, None] * (H * Y) + o_y[None, :]
-                    _weigh(p_w, weight, live[:, None] & (o_y[None, :] < Y), REV)
+            weight = acc * load_rows(m + token * Y, o_t, o_y, live, H, Y).to(tl.float32)
+            if MODE == HEAD:
+                p_w = w + i_o.to(tl.int64) * s_w + token + o_t * H
+                weight = tl.sum(weight, axis=1)
+                carry = _decay_gradient(p_w, weight, g + token + o_t * H, carry, live, H, REV)
+            else:
+                exponents = load_rows(g + token * Y, o_t, o_y, live, H, Y)
+                if REV:
+                    acc *= tl.exp(-exponents)
+                    weight = load_rows(w + token * Y, o_t, o_y, live, H, Y) - weight
+                    total = tl.sum(weight, axis=0)
+                    weight = carry[None, :] + _sums(seen, weight, PT, PARTS)
+                    carry += total
                 else:
-                    p_w = w + i_o.to(tl.int64) * s_w + last - rows * H
-                    _weigh(p_w, tl.sum(weight, axis=1), live, REV)
-    if i_s == tl.num_programs(1) - 1:
+                    acc *= tl.exp(exponents)
+                store_rows(w + token * Y, weight, o_t, o_y, live, H, Y)
+            store_rows(out + token * Y, acc, o_t, o_y, live, H, Y)
+    if i_s == (0 if REV else tl.num_programs(1) - 1):
         if REV:
             state = state * out_scale
         p_final = final + i_bh.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
@@ -326,64 +228,80 @@ def attend(
 
 @triton.jit
 def segment(
-    x, y, g, h, total, T, chunks,
+    x, y, g, enter, leave, far, h, total, T, chunks,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
-    MODE: tl.constexpr, REV: tl.constexpr, DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
+    MODE: tl.constexpr, REV: tl.constexpr, DT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What a segment adds to the state, ``h`` `[B*H, N, X, Y]`, and its log decay `[B*H, N, Y]`."""
+    """What a segment adds to the state, into ``h`` `[B*H, N + 1, X, Y]`, and by which factor
+    ``total`` `[B*H, N, Y]` it multiplies it."""
     i_bh, i_s, i_o = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if MODE == KEY:
+        if tl.load(far + i_bh * tl.num_programs(1) + i_s) != 0:
+            return
     b, i_h = i_bh // H, i_bh % H
     o_t = tl.arange(0, BT)
     blocks: tl.constexpr = (Y + BY - 1) // BY
     o_x = i_o // blocks * BX + tl.arange(0, BX)
     o_y = i_o % blocks * BY + tl.arange(0, BY)
-    row, col = o_t[:, None], o_t[None, :]
     state = tl.zeros([BX, BY], dtype=tl.float32)
-    log_decay = tl.zeros([BY], dtype=tl.float32)
+    decay = tl.full([BY], 1.0, dtype=tl.float32)
     for c in range(0, chunks):
-        start = (i_s * chunks + c) * BT
-        pos = start + o_t
-        live = pos < T
-        if REV:
-            first = T - 1 - start
-            rows = -o_t
-        else:
-            first = start
-            rows = o_t
-        token = (b.to(tl.int64) * T + first) * H + i_h
-        b_x = _rows(x + token * X, rows, o_x, live, H, X).to(DT)
-        b_y = _rows(y + token * Y, rows, o_y, live, H, Y).to(DT)
-        b_g = o_t
-        if MODE == KEY:
-            b_g = _key_decays(g, token, rows, o_y, pos, T, H, Y, REV)
-            log_decay += tl.sum(b_g, axis=0)
+        n = i_s * chunks + (chunks - 1 - c if REV else c)
+        live = n * BT + o_t < T
+        token = (b.to(tl.int64) * T + n * BT) * H + i_h
+        b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
+        b_y = load_rows(y + token * Y, o_t, o_y, live, H, Y).to(DT)
         if MODE == HEAD:
-            b_g = _head_decays(g, token, rows, pos, T, H, REV)
-            log_decay += tl.sum(b_g, axis=0)
-        state = _advance(state, b_x, b_y, b_g, row, col, MODE, DT, PT, PARTS)
-    i_n = i_bh.to(tl.int64) * tl.num_programs(1) + i_s
-    p_h = h + i_n * (X * Y) + o_x[:, None] * Y + o_y[None, :]
-    tl.store(p_h, state, mask=(o_x[:, None] < X) & (o_y[None, :] < Y))
-    if MODE != NONE and i_o < blocks:  # the first block of X stands for all
-        tl.store(total + i_n * Y + o_y, log_decay, mask=o_y < Y)
+            _, _, adds, whole = _head_decays(g, token, o_t, live, H, REV, WIDE)
+            b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
+            state *= whole
+            decay *= whole
+        if MODE == KEY:
+            before = tl.exp(_halves(enter, i_bh, n, o_y, T, Y, BT))
+            state *= before[None, :]
+            decay *= before
+        state = tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee")
+        if MODE == KEY:
+            after = tl.exp(_halves(leave, i_bh, n, o_y, T, Y, BT))
+            state *= after[None, :]
+            decay *= after
+    put_segment(h, total, state, decay, i_bh, i_s, i_o < blocks, o_x, o_y, X, Y)
 
 
 @triton.jit
+def put_segment(h, total, state, decay, i_bh, i_s, is_first, o_x, o_y,
+                X: tl.constexpr, Y: tl.constexpr):  # fmt: skip
+    """Store what a segment does; of the decay, the first block of X stands for all."""
+    segments = tl.num_programs(1)
+    p_h = h + (i_bh.to(tl.int64) * (segments + 1) + i_s) * (X * Y)
+    in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
+    tl.store(p_h + o_x[:, None] * Y + o_y[None, :], state, mask=in_state)
+    if is_first:
+        p_total = total + (i_bh.to(tl.int64) * segments + i_s) * Y
+        tl.store(p_total + o_y, decay, mask=o_y < Y)
+
+
+@triton.jit(do_not_specialize=["N"])
 def scan(
     h, total, initial, N, h_scale,
-    X: tl.constexpr, Y: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, REV: tl.constexpr,
 ):  # fmt: skip
-    """Replace what segments add by the state before each, from ``initial`` `[B, H, Y, X]` on."""
+    """Replace what segments add by the state before each, from ``initial`` `[B, H, Y, X]` on.
+
+    Forwards the state after the last is left at N, backwards the first one at N.
+    """
     i_bh, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o = i_e * BLOCK + tl.arange(0, BLOCK)
     live = o < X * Y
     state = tl.load(initial + i_bh * (X * Y) + o % Y * X + o // Y, mask=live, other=0.0)
     state = state.to(tl.float32) * h_scale
-    for n in range(0, N):
-        p_h = h + (i_bh * N + n) * (X * Y) + o
+    for step in range(0, N):
+        n = N - 1 - step if REV else step
+        p_h = h + (i_bh * (N + 1) + n) * (X * Y) + o
         increment = tl.load(p_h, mask=live, other=0.0)
         tl.store(p_h, state, mask=live)
         if MODE != NONE:
-            state *= tl.exp(tl.load(total + (i_bh * N + n) * Y + o % Y, mask=live, other=0.0))
+            state *= tl.load(total + (i_bh * N + n) * Y + o % Y, mask=live, other=0.0)
         state += increment
+    tl.store(h + (i_bh * (N + 1) + N) * (X * Y) + o, state, mask=live)
