@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.option("--slots", default=8, show_default=True, help="Texts written at the same time.")
 @click.option("--queue", default=64, show_default=True, help="Texts that may wait for a slot.")
 @click.option("--sessions", default=32, show_default=True, help="Conversations that are kept.")
+@click.option("--state-dtype", default="float32", show_default=True, help="float16, int8: less.")
 @click.option("--prompt-tokens", default=16384, show_default=True, help="Longest prompt.")
 @click.option("--max-tokens", default=4096, show_default=True, help="Longest text.")
 @click.option("--grace", default=10, show_default=True, help="Seconds for texts at the end.")
@@ -29,6 +30,7 @@ def command(
     host: str,
     port: int,
     api_key: str | None,
+    state_dtype: str,
     variant: str | None,
     threads: int | None,
     **limits: Any,
@@ -56,4 +58,7 @@ def command(
     if not (api_key or is_local(host)):
         click.echo(f"Warning: whoever reaches {host} can use it; give --api-key", err=True)
     model = edgelin.load(bundle, variant=variant, threads=threads)
-    serve(model, bounds, host=host, port=port, api_key=api_key or None, ready=ready)
+    serve(
+        model, bounds, host=host, port=port, api_key=api_key or None, state_dtype=state_dtype,
+        ready=ready,
+    )  # fmt: skip

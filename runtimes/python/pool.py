@@ -234,6 +234,36 @@ class Pool:
             self._rows[at] = row = _Row(slot, self._rows[at].start)
             self._put(row, at, saved)
 
+    def rest(self, slot: int, *, dtype: str = "float32") -> state_file.Resting:
+        """Take a stream out of the pool, and keep it in fewer bytes until :meth:`wake`.
+
+        Args:
+            slot: Is free then.
+            dtype: As of :meth:`Stream.save`.
+
+        Raises:
+            EdgelinError: The stream has read nothing yet, or is lost, or there is no such dtype.
+        """
+        with self._lock:
+            resting = state_file.Resting.of(self.snapshot(slot), dtype)
+            self.remove(slot)
+            return resting
+
+    def wake(self, resting: state_file.Resting) -> int:
+        """Put a stream that rests into a free slot; any number of times. The slot.
+
+        Raises:
+            EdgelinError: All slots are taken, or it is of another model.
+        """
+        with self._lock:
+            slot = self.add(capsule=capsules.NONE)
+            try:
+                self.restore(slot, resting.wake())
+            except EdgelinError:
+                self.remove(slot)
+                raise
+            return slot
+
     def _find(self, name: str | None) -> state_file.SavedStream | None:
         """What a capsule holds, the same object for all streams that begin in it."""
         manifest = self._bundle.manifest

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,47 @@ class SavedStream:
     stored: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Resting:
+    """A saved stream in memory, its tensors as a file would store them.
+
+    Args:
+        saved: All but its tensors.
+        tensors: Name to what a file would hold, scales included.
+    """
+
+    saved: SavedStream
+    tensors: dict[str, NDArray[Any]]
+
+    @classmethod
+    def of(cls, saved: SavedStream, dtype: str) -> Resting:
+        """Lay a stream to rest.
+
+        Args:
+            saved: As it stands; with ``"float32"`` its arrays are kept, and not copied.
+            dtype: As of :func:`write`.
+
+        Raises:
+            EdgelinError: A state is not finite, or there is no such dtype.
+        """
+        tensors = _encoded(saved.tensors, state_codec.check(dtype))
+        return cls(replace(saved, tensors={}), tensors)
+
+    @property
+    def position(self) -> int:
+        """Tokens or steps read."""
+        return self.saved.position
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors."""
+        return sum(array.nbytes for array in self.tensors.values())
+
+    def wake(self) -> SavedStream:
+        """As the stream goes on: in float32."""
+        return replace(self.saved, tensors=_decoded(self.tensors), stored=_stored(self.tensors))
+
+
 def write(path: Path, saved: SavedStream, *, dtype: str = "float32") -> None:
     """Write a state file; an older one stays whole until the new one is complete.
 
@@ -128,7 +169,7 @@ def read(path: Path) -> SavedStream:
             position=position,
             text=_text(metadata, position),
             tensors=_decoded(found),
-            stored={name: str(a.dtype) for name, a in found.items() if a.dtype in _SHORTER},
+            stored=_stored(found),
         )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise EdgelinError(f"{path} is damaged: odd metadata ({error}); save it again") from error
@@ -197,6 +238,11 @@ def _decoded(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         with np.errstate(over="ignore", invalid="ignore"):
             found[name] = state_codec.decode(state_codec.Encoded(array, scale))
     return found
+
+
+def _stored(tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
+    """The dtypes of those that are not stored as they step."""
+    return {name: str(a.dtype) for name, a in tensors.items() if a.dtype in _SHORTER}
 
 
 def check(

@@ -76,7 +76,12 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    bundle: Bundle, *, key: str | None = None, endless: bool = False, **limits: Any
+    bundle: Bundle,
+    *,
+    key: str | None = None,
+    endless: bool = False,
+    state_dtype: str = "float32",
+    **limits: Any,
 ) -> Iterator[Serving]:
     """Serve a bundle at a free port; in the end, nothing may be left of any request.
 
@@ -92,7 +97,10 @@ def serving(
     def run() -> None:
         bounds = Limits(**limits)
         try:
-            serve(bundle, bounds, host="127.0.0.1", port=0, api_key=key, ready=tell)
+            serve(
+                bundle, bounds, host="127.0.0.1", port=0, api_key=key, state_dtype=state_dtype,
+                ready=tell,
+            )  # fmt: skip
         except BaseException as error:
             found.append(error)
             ready.set()

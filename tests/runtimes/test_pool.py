@@ -150,6 +150,46 @@ def test_snapshots_go_to_streams_and_files_and_back(
     _check(tiny, pool, slot, [*ids, *more])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_a_stream_at_rest_goes_on_as_its_file_does(
+    tiny: Any, bundle: Bundle, pool: Pool, tmp_path: Path, dtype: str
+) -> None:
+    ids = _ids(tiny, 70)
+    slots = [pool.add() for _ in range(5)]
+    pool.feed({slots[1]: ids, slots[2]: [7]})
+    kept, stream = pool.snapshot(slots[2]), bundle.stream()
+    state_file.write(tmp_path / "s.state", pool.snapshot(slots[1]), dtype=dtype)
+    stream.load(tmp_path / "s.state")
+    resting = pool.rest(slots[1], dtype=dtype)
+    assert resting.position == 70 and slots[1] not in pool.slots and pool.free == 1
+    whole = sum(array.nbytes for array in kept.tensors.values())
+    assert resting.nbytes == whole if dtype == "float32" else resting.nbytes < whole
+    for _ in range(2):
+        slot = pool.wake(resting)
+        assert pool.position(slot) == 70 and pool.recent(slot) == ids[-64:]
+        np.testing.assert_array_equal(pool.feed({slot: [4]})[slot], stream.fork().feed([4]))
+        pool.remove(slot)
+    pool.wake(resting)
+    with pytest.raises(EdgelinError, match="all 5 slots of the pool are taken"):
+        pool.wake(resting)
+    for name, array in pool.snapshot(slots[2]).tensors.items():
+        np.testing.assert_array_equal(array, kept.tensors[name])
+
+
+def test_what_cannot_rest_stays(pool: Pool) -> None:
+    slot = pool.add()
+    with pytest.raises(EdgelinError, match="has read nothing yet"):
+        pool.rest(slot)
+    pool.feed({slot: [1]})
+    with pytest.raises(EdgelinError, match="allowed: float32, float16, int8"):
+        pool.rest(slot, dtype="int4")
+    other = pool.rest(slot)
+    other.saved.model_hash = "0" * 64
+    with pytest.raises(EdgelinError, match="another model"):
+        pool.wake(other)
+    assert len(pool) == 0
+
+
 def test_features_and_one_slot(sensor: Any) -> None:
     pool = edgelin.load(sensor.path, threads=1).pool(1)
     rows = np.random.default_rng(0).standard_normal((11, 5)).astype(np.float32)

@@ -166,6 +166,23 @@ def test_a_session_goes_on_where_it_stood(bundle: Bundle, client: openai.OpenAI)
         assert reply.choices[0].message.content == wanted
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_sessions_rest_in_fewer_bytes(bundle: Bundle, tmp_path: Path, dtype: str) -> None:
+    stream, settings = bundle.stream(), {"seed": 9, "temperature": 0.0, "max_tokens": 6}
+    with serving(bundle, **LIMITS, state_dtype=dtype) as served, served.client() as client:
+        for prompt in ("The old", " mill. ", ""):
+            answer = client.completions.create(
+                model="tiny", prompt=prompt, **settings, extra_body={"session_id": "walk"}
+            )
+            written = "".join(stream.generate(prompt or None, **settings))
+            assert answer.choices[0].text == written + stream.flush()
+            stream.save(tmp_path / "s.state", dtype=dtype)
+            stream.load(tmp_path / "s.state")
+        kept = served.api.sessions._kept["walk"]
+        assert f"edgelin_session_bytes {kept.nbytes}.0" in served.api.metrics.text().decode()
+        assert kept.nbytes < sum(array.nbytes for array in kept.wake().tensors.values())
+
+
 def test_sessions_are_never_mixed_up(served: Serving, client: openai.OpenAI) -> None:
     def call(name: str, **extra: Any) -> Any:
         body = {"session_id": name, **extra}

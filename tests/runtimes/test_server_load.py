@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import psutil
 import pytest
@@ -177,6 +178,30 @@ def test_a_lost_stream_fails_alone(bundle: Bundle, monkeypatch: pytest.MonkeyPat
             with pytest.raises(openai.InternalServerError, match="the state is lost"):
                 answers[0].result()
             assert answers[1].result().choices[0].text == alone(bundle, "b", **settings)
+
+
+def test_a_state_that_cannot_be_kept_fails_its_own_call(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An infinite state need not show in an answer at once."""
+    with serving(bundle, **LIMITS) as served, served.client() as client:
+        original = served.engine._pool.snapshot
+
+        def snapshot(slot: int) -> Any:
+            saved = original(slot)
+            saved.tensors[next(iter(saved.tensors))][...] = np.inf
+            return saved
+
+        ask = partial(client.completions.create, model="tiny", prompt="a", max_tokens=200, seed=1)
+        with ThreadPoolExecutor(1) as threads:
+            with served.paused():
+                other = threads.submit(ask)
+                until(lambda: served.engine._unfinished == 1)
+                monkeypatch.setattr(served.engine._pool, "snapshot", snapshot)
+            with pytest.raises(openai.InternalServerError, match="is not finite"):
+                ask(max_tokens=2, extra_body={"session_id": "one"})
+            assert other.result().choices[0].text == alone(bundle, "a", seed=1, max_tokens=200)
+        assert len(served.api.sessions) == 0
 
 
 def test_a_long_prompt_holds_nobody_up(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

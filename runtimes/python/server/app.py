@@ -41,20 +41,28 @@ class Api:
         limits: Bounds.
         api_key: What clients must show; None: nothing.
         local: Whether only this machine is served.
+        state_dtype: How the states of sessions are stored between calls.
 
     Raises:
-        EdgelinError: The bundle cannot be served.
+        EdgelinError: The bundle cannot be served, or there is no such dtype.
     """
 
     def __init__(
-        self, bundle: Bundle, limits: Limits, api_key: str | None = None, *, local: bool = True
+        self,
+        bundle: Bundle,
+        limits: Limits,
+        api_key: str | None = None,
+        *,
+        local: bool = True,
+        state_dtype: str = "float32",
     ) -> None:
         self.bundle, self.limits = bundle, limits
         self.model = Path(bundle.path).resolve().name
         self.metrics = Metrics()
-        self.sessions = Sessions(limits.sessions)
+        self.sessions = Sessions(limits.sessions, state_dtype)
         self.engine = Engine(bundle, limits, self.metrics)
         self.metrics.watch("sessions", "Sessions that are kept.", lambda: len(self.sessions))
+        self.metrics.watch("session_bytes", "Their states.", lambda: self.sessions.nbytes)
         # A request that says nothing must not be refused for it.
         most = min(Sampling.max_tokens, limits.max_tokens)
         self._defaults = {**chat.defaults(bundle), "max_tokens": most}

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelin.errors import EdgelinError
 from edgelin.runtimes import capsules
 from edgelin.runtimes.pool import LostError
 from edgelin.runtimes.sampler import Sampler, Sampling
@@ -239,10 +240,13 @@ class Engine:
         if row.reason is None:
             self._write(row, logits)
         if row.reason is not None and not row.next:
+            end = End(row.reason, row.written, self._pool.position(row.slot))
             if row.job.lease is not None:
-                row.job.lease.commit(self._pool.snapshot(row.slot))
-            position = self._pool.position(row.slot)
-            self._leave(row, End(row.reason, row.written, position))
+                try:
+                    row.job.lease.commit(self._pool.snapshot(row.slot))
+                except EdgelinError as error:  # a state that is not finite: this text's, no other's
+                    end = End(None, error=ApiError(500, str(error)))
+            self._leave(row, end)
 
     def _fork(self, row: _Row) -> None:
         """Have the other texts of a prompt begin where it ends."""

@@ -62,6 +62,7 @@ def serve(
     host: str,
     port: int,
     api_key: str | None,
+    state_dtype: str = "float32",
     ready: Callable[[str, Server], None],
 ) -> None:
     """Serve a bundle until a signal comes.
@@ -72,13 +73,14 @@ def serve(
         host: Address to listen at.
         port: Port; 0 takes a free one.
         api_key: What clients must show.
+        state_dtype: How the states of sessions are stored between calls.
         ready: Told the address, and the server, when it listens.
 
     Raises:
         EdgelinError: The address cannot be used, or the bundle cannot be served.
     """
     with _listen(host, port, limits.stall) as listening:
-        api = Api(bundle, limits, api_key, local=is_local(host))
+        api = Api(bundle, limits, api_key, local=is_local(host), state_dtype=state_dtype)
         try:
             server = Server(api)
             shown = f"[{host}]" if ":" in host else host

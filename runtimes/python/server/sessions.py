@@ -1,5 +1,7 @@
 """Conversations between calls: the state behind the last token, kept in memory under an id.
 
+States rest in the dtype that the server was told, and step in float32.
+
 A call holds its session until it has ended; a second one meanwhile is refused. A call that fails or
 is cut leaves the session as it was before it. When there are too many, the one unused for longest
 is dropped; its id is remembered, so that a client which goes on is told instead of getting an
@@ -11,8 +13,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+from edgelin.runtimes import state_codec
 from edgelin.runtimes.server.errors import ApiError
-from edgelin.runtimes.state_file import SavedStream
+from edgelin.runtimes.state_file import Resting, SavedStream
 
 _REMEMBERED = 10_000  # ids of dropped sessions
 
@@ -43,17 +46,27 @@ class Sessions:
 
     Args:
         limit: How many are kept.
+        dtype: How their states are stored, as of :meth:`Stream.save`.
+
+    Raises:
+        EdgelinError: There is no such dtype.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept: OrderedDict[str, SavedStream] = OrderedDict()  # unused for longest first
+    def __init__(self, limit: int, dtype: str = "float32") -> None:
+        self._limit, self._dtype = limit, state_codec.check(dtype)
+        self._kept: OrderedDict[str, Resting] = OrderedDict()  # unused for longest first
         self._used: dict[str, Lease] = {}
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states that are kept."""
+        with self._lock:
+            return sum(resting.nbytes for resting in self._kept.values())
 
     def begin(self, name: str, position: int | None) -> Lease:
         """Take a session, or begin a new one.
@@ -73,20 +86,21 @@ class Sessions:
                     409, f"session {name!r} is in use by another call; wait for its end",
                     param="session_id", code="session_busy",
                 )  # fmt: skip
-            saved = self._kept.get(name)
-            if saved is None and name in self._dropped and position != 0:
+            resting = self._kept.get(name)
+            if resting is None and name in self._dropped and position != 0:
                 raise ApiError(
                     404,
                     f"session {name!r} was dropped to make room for others; begin it again with "
                     "session_position 0 and all that was said",
                     param="session_id", code="session_dropped",
                 )  # fmt: skip
-            stands = 0 if saved is None else saved.position
+            stands = 0 if resting is None else resting.position
             if position is not None and position != stands:
                 raise ApiError(
                     409, f"session {name!r} stands at position {stands}, not {position}",
                     param="session_position", code="session_position",
                 )  # fmt: skip
+            saved = None if resting is None else resting.wake()
             self._used[name] = lease = Lease(self, name, saved)
             return lease
 
@@ -108,14 +122,15 @@ class Sessions:
 
     def _end(self, lease: Lease, saved: SavedStream | None) -> None:
         """A call has ended."""
+        resting = None if saved is None else Resting.of(saved, self._dtype)
         with self._lock:
             if self._used.get(lease.name) is not lease:
                 return
             del self._used[lease.name]
-            if saved is None:
+            if resting is None:
                 return
             self._dropped.pop(lease.name, None)
-            self._kept[lease.name] = saved
+            self._kept[lease.name] = resting
             self._kept.move_to_end(lease.name)
             while len(self._kept) > self._limit:
                 oldest = next((n for n in self._kept if n not in self._used), None)
