@@ -43,10 +43,15 @@ def moves(bundle: Bundle, stream: Stream, folder: Path) -> dict[str, Callable[[]
         stream.load(files["float32"])
         stream.feed([5])
 
+    def first_token() -> None:
+        stream.load(files["float32"])
+        next(stream.generate(max_tokens=1, temperature=0.0))
+
     return {
         "read the bytes of the file": files["float32"].read_bytes,
         "load": lambda: stream.load(files["float32"]),
         "load and read a token": first_step,
+        "load and write a token": first_token,
         "load int8": lambda: stream.load(files["int8"]),
         "save": lambda: stream.save(folder / "saved"),
         "fork": stream.fork,
