@@ -28,8 +28,9 @@ from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
 from edgelin.export.measure import measure
 from edgelin.export.profiles import Profile, check_onnxruntime, find
-from edgelin.export.quantise import RECIPES, Outcome, Recipe
+from edgelin.export.quantise import Outcome
 from edgelin.export.quantise import quantise as quantise_graph
+from edgelin.export.quantise_recipe import RECIPES, Recipe
 from edgelin.export.reference import reference
 from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, count_nodes
 from edgelin.export.rounding import Rounded

@@ -61,7 +61,7 @@ def evaluate(
     """
     codec, tokenizer = bundle.text, bundle.manifest.tokenizer
     assert tokenizer is not None  # or the codec had refused
-    ids, size = _tokens(codec, text, tokenizer.eos_token_id, max_tokens)
+    ids, size = text_tokens(codec, text, tokenizer.eos_token_id, max_tokens)
     bundles = [bundle]
     if against is not None:
         if against.text.tokenizer.to_str() != bundle.text.tokenizer.to_str():
@@ -104,7 +104,7 @@ def evaluate_checkpoint(folder: Path, text: str, *, max_tokens: int | None = Non
         raise EdgelinError(f"{folder} reads features, not text; give it --features")
     tokenizer = tokenizers.load(folder / "tokenizer.json")
     codec = TextCodec(folder / "tokenizer.json", config.vocab_size)
-    ids, size = _tokens(codec, text, tokenizers.end_token_id(tokenizer), max_tokens)
+    ids, size = text_tokens(codec, text, tokenizers.end_token_id(tokenizer), max_tokens)
     if max_tokens is not None:
         # A character that the limit cuts is dropped: the model reads text, not tokens.
         text = b"".join(map(codec.source_bytes, ids[1:].tolist())).decode("utf-8", "ignore")
@@ -113,10 +113,14 @@ def evaluate_checkpoint(folder: Path, text: str, *, max_tokens: int | None = Non
     return Quality(len(ids) - 1, size, bits)
 
 
-def _tokens(
+def text_tokens(
     codec: TextCodec, text: str, end: int, max_tokens: int | None
 ) -> tuple[NDArray[np.int64], int]:
-    """The end token and the text's tokens, and the bytes that the latter stand for."""
+    """The end token and the text's first tokens, and the bytes that the latter stand for.
+
+    Raises:
+        EdgelinError: The text is empty.
+    """
     if max_tokens is not None:
         max_tokens = checks.positive("max_tokens", max_tokens)
     check_unicode(text)

@@ -18,7 +18,8 @@ from edgelin.errors import EdgelinError
 from edgelin.export import passes, profiles, verify
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import RECIPES, Recipe, quantise
+from edgelin.export.quantise import quantise
+from edgelin.export.quantise_recipe import RECIPES, Recipe
 from edgelin.export.trace import trace
 from edgelin.export.verify_weights import check_weights, read_weights, rounded_weights
 from edgelin.model import SequenceModel
@@ -143,7 +144,7 @@ def test_rows_that_blocks_do_not_fill_stay_float() -> None:
     for profile in ("fused", "plain"):
         graph = traced.clone()
         passes.lower(graph, PROFILES[profile])
-        outcome = quantise(graph, Recipe(bits=4, embedding_bits=8))
+        outcome = quantise(graph, Recipe.of(4, roles={"embedding": 8}))
         passes.finish(graph, PROFILES[profile])
         assert {GATE_UP, DOWN} <= set(graph.graph.initializers)
         assert not {GATE_UP, DOWN} & set(outcome.matrices)
@@ -156,7 +157,7 @@ def test_other_weights_are_named(
 ) -> None:
     graph, weights = traced.clone(), read_weights(saved)
     passes.lower(graph, PROFILES["plain"])
-    quantise(graph, Recipe(bits=4, embedding_bits=8))
+    quantise(graph, Recipe.of(4, roles={"embedding": 8}))
     passes.finish(graph, PROFILES["plain"])
     path = tmp_path / "model.onnx"
     ir.save(graph, path)

@@ -9,7 +9,8 @@ import onnx_ir as ir
 import pytest
 from export_models import session
 
-from edgelin.export.quantise import RECIPES, Recipe, quantise
+from edgelin.export.quantise import quantise
+from edgelin.export.quantise_recipe import RECIPES, Recipe
 from edgelin.export.rounding import round_matrix
 
 WIDTH, ROWS = 80, 12  # no multiple of the block of 32
@@ -106,7 +107,7 @@ def _model(
 )
 def test_graph_computes_with_the_rounded_matrices(bits: int, width: int, size: int) -> None:
     model, weights = _model(width)
-    outcome = quantise(model, Recipe(bits=bits, embedding_bits=bits, block_size=size))
+    outcome = quantise(model, Recipe.of(bits, block_size=size))
     assert {n.attributes.get_int("block_size", size) for n in model.graph} == {size}
     assert sorted(outcome.rounded) == ["embedding.weight", "up.weight"]
     assert [n.op_type for n in model.graph] == [
@@ -143,7 +144,7 @@ def test_graph_computes_with_the_rounded_matrices(bits: int, width: int, size: i
     ],
 )
 def test_blocks_fill_the_rows(bits: int, widths: tuple[int, ...], size: int) -> None:
-    assert Recipe(bits=bits, embedding_bits=8).block(bits, *widths) == size
+    assert Recipe.of(bits).block(bits, *widths) == size
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,6 @@ def test_recipe_words_are_whole_words() -> None:
     names = {"beta_decay_proj.weight": "width.weight", "up.weight": "dt_proj.weight"}
     for value in model.graph.initializers.values():
         value.name = names.get(value.name or "", value.name)
-    outcome = quantise(model, Recipe(bits=4, embedding_bits=8))
+    outcome = quantise(model, Recipe.of(4, roles={"embedding": 8}))
     assert sorted(outcome.rounded) == ["embedding.weight", "width.weight"]
     assert outcome.matrices["embedding.weight"]["bits"] == 8

@@ -1,0 +1,197 @@
+"""What rounding costs on a text that is read as one stream: bits per byte, KL, first choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgelin import tokenizer as tokenizers
+from edgelin.errors import EdgelinError
+from edgelin.export.quantise_rollout import Rollout
+from edgelin.export.rounding import Rounded
+from edgelin.mapped import Empty, release
+from edgelin.runtimes.evaluate import text_tokens
+from edgelin.runtimes.text import TextCodec
+
+if TYPE_CHECKING:
+    from edgelin.model import SequenceModel
+    from edgelin.runtimes.session import Bundle
+
+TOKENS = 16384  # of a text, at most
+_POSITIONS = 64  # whose logits are in memory
+_LEAST = 256
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A quantised model beside the float one, on the same tokens.
+
+    Args:
+        tokens: How many.
+        float_bits_per_byte: Of the float model.
+        bits_per_byte: Of the quantised one.
+        kl: Mean KL(float || quantised) in nat.
+        top1: Share of positions where both rank the same token first.
+    """
+
+    tokens: int
+    float_bits_per_byte: float
+    bits_per_byte: float
+    kl: float
+    top1: float
+
+    @property
+    def relative(self) -> float:
+        """Relative loss in bits per byte."""
+        return self.bits_per_byte / self.float_bits_per_byte - 1
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a quantised model may cost.
+
+    Args:
+        relative: Relative loss in bits per byte.
+        kl: Mean KL in nat.
+    """
+
+    relative: float | None = None
+    kl: float | None = None
+
+    def spent(self, loss: Loss) -> float:
+        """The share of it that a loss takes; more than 1: too much."""
+        pairs = ((loss.relative, self.relative), (loss.kl, self.kl))
+        return max(found / limit for found, limit in pairs if limit is not None)
+
+    def nats(self, float_nats: float) -> float:
+        """As a KL, which is what the loss grows by on average."""
+        limits = [limit for limit in (self.kl,) if limit is not None]
+        if self.relative is not None:
+            limits.append(self.relative * float_nats)
+        return min(limits)
+
+    def missed(self, loss: Loss) -> list[str]:
+        """In words, what a loss exceeds; NaN exceeds everything."""
+        lines = []
+        if self.relative is not None and not loss.relative <= self.relative:
+            lines.append(
+                f"bits per byte grow by {100 * loss.relative:.2f} %, the budget is "
+                f"{100 * self.relative:g} %"
+            )
+        if self.kl is not None and not loss.kl <= self.kl:
+            lines.append(f"KL is {loss.kl:.2g} nat, the budget is {self.kl:g}")
+        return lines
+
+
+class Text:
+    """A text in tokens, of which the last quarter measures what was fitted on the others.
+
+    All of it is read as one stream, so that what is measured stands deep in it.
+
+    Args:
+        checkpoint: Folder with the tokenizer.
+        model: The float model, of text.
+        text: What to read; its first ``TOKENS`` tokens are.
+        empty: Makes large arrays.
+
+    Raises:
+        EdgelinError: The model reads features, or the text is too short.
+    """
+
+    def __init__(
+        self, checkpoint: Path, model: SequenceModel, text: str, empty: Empty = np.empty
+    ) -> None:
+        if model.config.features is not None:
+            raise EdgelinError(
+                f"{checkpoint} reads features, and --calibrate reads text; leave it out"
+            )
+        codec = TextCodec(checkpoint / "tokenizer.json", model.config.vocab_size)
+        end = tokenizers.end_token_id(codec.tokenizer)
+        self.ids, _ = text_tokens(codec, text, end, TOKENS)
+        if len(self.ids) <= _LEAST:
+            raise EdgelinError(
+                f"the text of --calibrate has {len(self.ids) - 1} tokens; give {_LEAST} or more, "
+                f"better {TOKENS:,}"
+            )
+        self.inputs = self.ids[:-1]
+        self.fitted = self.inputs[: len(self.inputs) * 3 // 4]
+        measured = self.ids[len(self.fitted) + 1 :].tolist()
+        self.bytes = sum(map(len, map(codec.source_bytes, measured)))
+        self.model, self.empty = model, empty
+        self._float: Rollout | None = None
+
+    def float_reading(self) -> Rollout:
+        """The float model at the end of its layers; read once."""
+        if self._float is None:
+            self._float = read_all(Rollout(self.model, self.inputs, self.empty))
+        return self._float
+
+    @property
+    def nats(self) -> float:
+        """Of the float model, a token."""
+        return self._sums(self.float_reading().logits)[0] / self._count
+
+    def loss(self, logits: Callable[[slice], Tensor]) -> Loss:
+        """Compare logits, asked for in the order of positions, with the float model's."""
+        wanted, found, kl, same = self._sums(self.float_reading().logits, logits)
+        count, per_byte = self._count, math.log(2) * self.bytes
+        return Loss(count, wanted / per_byte, found / per_byte, kl / count, same / count)
+
+    def loss_of_bundle(self, bundle: Bundle) -> Loss:
+        """:meth:`loss` of an opened variant."""
+        stream = bundle.stream(capsule="none")
+        stream.feed(self.fitted)
+
+        def logits(at: slice) -> Tensor:
+            return torch.from_numpy(stream.feed(self.inputs[at], all_logits=True))
+
+        return self.loss(logits)
+
+    def loss_of_rounded(self, rounded: Mapping[str, Rounded]) -> Loss:
+        """:meth:`loss` of the model in torch with rounded matrices and activations."""
+        reading = read_all(Rollout(self.model, self.inputs, self.empty), rounded, noisy=True)
+        return self.loss(lambda at: reading.logits(at, rounded, noisy=True))
+
+    def _sums(self, *sources: Callable[[slice], Tensor]) -> tuple[float, float, float, float]:
+        """Nats of the first and the last source, their KL and equal first choices, summed."""
+        first = last = kl = same = 0.0
+        for at in self._pieces():
+            targets = torch.from_numpy(self.ids[at.start + 1 : at.stop + 1])[:, None]
+            logs = [source(at).double().log_softmax(-1) for source in sources]
+            p, q = logs[0], logs[-1]
+            first -= float(p.gather(1, targets).sum())
+            last -= float(q.gather(1, targets).sum())
+            kl += float((p.exp() * (p - q)).sum())
+            same += float((p.argmax(-1) == q.argmax(-1)).sum())
+            release()
+        return first, last, kl, same
+
+    @property
+    def _count(self) -> int:
+        """Tokens that are measured."""
+        return len(self.inputs) - len(self.fitted)
+
+    def _pieces(self) -> Iterator[slice]:
+        """Positions that are compared at a time."""
+        for start in range(len(self.fitted), len(self.inputs), _POSITIONS):
+            yield slice(start, min(start + _POSITIONS, len(self.inputs)))
+
+
+def read_all(
+    reading: Rollout, rounded: Mapping[str, Rounded] | None = None, *, noisy: bool = False
+) -> Rollout:
+    """Go through all layers."""
+    reading.start(rounded)
+    for _ in reading.model.blocks:
+        reading.read(rounded, noisy=noisy)
+    return reading

@@ -1,0 +1,219 @@
+"""Decide, before a graph is written, how its matrices are rounded: by role, text or budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+from tqdm import tqdm
+
+from edgelin.errors import EdgelinError
+from edgelin.export.quantise import Matrices, matrices, round_to_nearest
+from edgelin.export.quantise_auto import TradeOff, choose, path
+from edgelin.export.quantise_calibrate import calibrate
+from edgelin.export.quantise_loss import Budget, Loss, Text
+from edgelin.export.quantise_recipe import FLOAT, METHODS, Format, Recipe
+from edgelin.export.quantise_sensitivity import Option, options, size
+from edgelin.export.quantise_speed import Timer
+from edgelin.export.rounding import Rounded
+from edgelin.mapped import Empty, release
+
+if TYPE_CHECKING:
+    from edgelin.model import SequenceModel
+    from edgelin.runtimes.session import Bundle
+
+MINIMISE = ("size", "time")
+_FINE = Format(4, 32)
+_DEFAULT = 0.02
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What rounding may read and cost.
+
+    Args:
+        text: Text of the kind that the model will read.
+        method: One of ``METHODS``.
+        budget: Relative loss in bits per byte that a quantised variant may have.
+        budget_kl: The same as a KL, in nat a token.
+        minimise: ``"size"`` or ``"time"``: what ``--quantize auto`` saves.
+    """
+
+    text: str
+    method: str = "gptq"
+    budget: float | None = None
+    budget_kl: float | None = None
+    minimise: str = "size"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no choice."""
+        if self.method not in METHODS:
+            raise EdgelinError(f"--method is {self.method!r}; allowed: {', '.join(METHODS)}")
+        if self.minimise not in MINIMISE:
+            raise EdgelinError(f"--minimise is {self.minimise!r}; allowed: {', '.join(MINIMISE)}")
+        for name, limit in (("--budget", self.budget), ("--budget-kl", self.budget_kl)):
+            if limit is not None and not 0 < limit < 10:
+                raise EdgelinError(
+                    f"{name} is {limit:g}; give a positive number, such as 0.02 for 2 % more bits "
+                    f"per byte or 0.02 nat"
+                )
+
+    def limits(self, *, auto: bool) -> Budget | None:
+        """The budget; ``--quantize auto`` has one in any case."""
+        if self.budget is None and self.budget_kl is None:
+            return Budget(relative=_DEFAULT) if auto else None
+        return Budget(self.budget, self.budget_kl)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a graph will be rounded.
+
+    Args:
+        recipe: What every matrix becomes.
+        rounded: Matrices that are rounded already, by parameter.
+        trade_off: What ``--quantize auto`` chose from.
+    """
+
+    recipe: Recipe
+    rounded: Mapping[str, Rounded] = field(default_factory=dict)
+    trade_off: TradeOff | None = None
+
+
+class Planner:
+    """Makes the plans of one export.
+
+    Args:
+        calibration: None: rounding to the nearest code, by roles alone.
+        checkpoint: Folder with the tokenizer.
+        model: The model in the form that is exported.
+        empty: Makes large arrays.
+    """
+
+    def __init__(
+        self, calibration: Calibration | None, checkpoint: Path, model: SequenceModel, empty: Empty
+    ) -> None:
+        self.calibration, self.model, self.empty = calibration, model, empty
+        self.text: Text | None = None
+        if calibration is not None:
+            self.text = Text(checkpoint, model, calibration.text, empty)
+
+    def plan(self, graph: ir.Model, recipe: Recipe) -> Plan:
+        """Decide for one lowered graph.
+
+        Raises:
+            EdgelinError: ``--quantize auto`` has no text.
+        """
+        if self.calibration is None or self.text is None:
+            return Plan(recipe)
+        recipe = replace(recipe, method=self.calibration.method)
+        if budget := self.calibration.limits(auto=recipe.is_auto):
+            recipe = replace(recipe, budget_kl=budget.nats(self.text.nats))
+        found = matrices(graph)
+        if recipe.is_auto:
+            return self._auto(found, recipe)
+        return Plan(recipe, {} if recipe.method == "nearest" else self._round(found, recipe))
+
+    def loss(self, bundle: Bundle) -> Loss | None:
+        """What an opened variant costs on the text; None: there is none."""
+        return None if self.text is None else self.text.loss_of_bundle(bundle)
+
+    def budget(self, recipe: Recipe | None) -> Budget | None:
+        """Of a variant."""
+        if recipe is None or self.calibration is None:
+            return None
+        return self.calibration.limits(auto=recipe.is_auto)
+
+    def _round(self, found: list[Matrices], recipe: Recipe) -> Mapping[str, Rounded]:
+        """Round all matrices by a recipe."""
+        assert self.text is not None
+        formats = {name: f for own in found if (f := own.format(recipe)) for name in own.names}
+        weights = sum(self.model.get_parameter(name).numel() for name in formats)
+        with _bar(f"rounding, {recipe.method}", weights) as done:
+            if recipe.method == "gptq":
+                return calibrate(
+                    self.model, formats, self.text.fitted, progress=done, empty=self.empty
+                )
+            nearest = {}
+            for name, chosen in formats.items():
+                rows = self.model.get_parameter(name).detach().numpy()
+                nearest[name] = round_to_nearest(
+                    rows.reshape(-1, rows.shape[-1]), chosen, self.empty
+                )
+                done(rows.size)
+            return nearest
+
+    def _auto(self, found: list[Matrices], recipe: Recipe) -> Plan:
+        """Choose within the budget."""
+        text, calibration = self.text, self.calibration
+        assert text is not None and calibration is not None
+        budget = calibration.limits(auto=True)
+        assert budget is not None
+        candidates = {own.name: own for own in found if own.role not in recipe.roles}
+        weights = sum(rows * width for own in candidates.values() for rows, width in own.shapes)
+        with _bar("measuring each matrix", weights) as done:
+            measured = options(
+                self.model,
+                list(candidates.values()),
+                lambda own: _formats(own, recipe),
+                text.fitted,
+                progress=done,
+                empty=self.empty,
+            )
+        cost = self._cost(candidates)
+
+        def attempt(tried: Recipe) -> tuple[Loss, Mapping[str, Rounded]]:
+            rounded = self._round(found, tried)
+            return text.loss_of_rounded(rounded), rounded
+
+        choice = choose(path(measured, cost), recipe, budget, text.nats, attempt)
+        if choice.recipe.bits == FLOAT:
+            raise EdgelinError(
+                "--quantize auto found no matrix that the budget lets it round; raise --budget, "
+                "or export --quantize none"
+            )
+        by_size = calibration.minimise == "size"
+        rest = self._rest(found, recipe) if by_size else 0.0
+        trade_off = TradeOff.of(measured, cost, choice, "MB" if by_size else "ms", rest)
+        return Plan(choice.recipe, choice.rounded, trade_off)
+
+    def _cost(self, candidates: Mapping[str, Matrices]) -> Callable[[str, Option], float]:
+        """What an option of a matrix costs, in MB or ms."""
+        assert self.calibration is not None
+        if self.calibration.minimise == "size":
+            return lambda name, option: option.bytes / 1e6
+        timer = Timer()
+        return lambda name, option: timer.milliseconds(candidates[name], option.format)
+
+    def _rest(self, found: list[Matrices], recipe: Recipe) -> float:
+        """MB of what is not to be chosen."""
+        left = self.model.num_parameters()
+        fixed = 0
+        for own in found:
+            left -= sum(rows * width for rows, width in own.shapes)
+            if own.role in recipe.roles:
+                fixed += size(own, own.format(recipe))
+        return (fixed + 4 * left) / 1e6
+
+
+@contextmanager
+def _bar(what: str, weights: int) -> Iterator[Callable[[int], None]]:
+    """Tell progress."""
+    with tqdm(total=weights, unit="weight", unit_scale=True, disable=None, desc=what) as bar:
+
+        def done(count: int) -> None:
+            bar.update(count)
+            release()
+
+        yield done
+
+
+def _formats(own: Matrices, recipe: Recipe) -> list[Format]:
+    """What matrices may become, without float."""
+    widths = [width for _, width in own.shapes]
+    tried = [Format(bits, recipe.block(bits, *widths)) for bits in (4, 8)] + [_FINE]
+    return [chosen for chosen in dict.fromkeys(tried) if own.fits(chosen)]
