@@ -27,6 +27,7 @@ from edgelin.export import contract, golden, passes, store, target
 from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
 from edgelin.export.measure import measure
+from edgelin.export.passes.portable import make_portable
 from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import Outcome
 from edgelin.export.quantise import quantise as quantise_graph
@@ -51,8 +52,9 @@ _FILES = {
     "int8": "model_q8",
     "int4": "model_q4",
     "int4-fast": "model_q4_fast",
+    "portable": "model_quantized",
 }
-_PREFERRED = ("int8", "int4", "int4-fast", "none")
+_PREFERRED = ("int8", "int4", "int4-fast", "none", "portable")
 
 
 def export_checkpoint(
@@ -71,7 +73,8 @@ def export_checkpoint(
     Args:
         checkpoint: Checkpoint folder, ours or one that a family reads.
         out: Folder to make; it must not exist, unless ``force``.
-        quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``, ``"int4-fast"``.
+        quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``, ``"int4-fast"``, or
+            ``"portable"``, the weights of int4 in standard operators.
         profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
         force: Replace a bundle or empty folder at ``out``, after the new bundle has passed.
         attention: What layers that attend to all tokens become: ``"full"``, ``"window=N"`` or
@@ -229,13 +232,15 @@ class _Export:
 
                 outcome = quantise_graph(graph, recipe, progress=done, empty=self.mapped.empty)
         passes.finish(graph, self.profile)
+        portable = key == _FILES["portable"] and make_portable(graph)
         contract.stamp(graph, manifest)
         _say(f"writing {key}")
         path = self.folder / "onnx" / f"{key}.onnx"
         path.parent.mkdir(exist_ok=True)
         written = [str(p.relative_to(self.folder).as_posix()) for p in store.save(graph, path)]
         _forget_weights(graph)
-        record = None if recipe is None else recipe.as_dict()
+        operator = {"operator": "MatMul" if portable else "MatMulNBits"}
+        record = None if recipe is None else {**recipe.as_dict(), **operator}
         return _Built(
             Variant(written[0], file_records(self.folder, written), record),
             recipe,
@@ -325,10 +330,11 @@ class _Export:
 
 def _recipes(names: tuple[str, ...]) -> dict[str, Recipe | None]:
     """The recipes asked for, each once."""
+    known = {**RECIPES, "portable": RECIPES["int4"]}
     for name in names or ("",):
-        if name not in RECIPES:
-            raise EdgelinError(f"--quantize is {name!r}; allowed: {', '.join(RECIPES)}")
-    return {name: RECIPES[name] for name in names}
+        if name not in known:
+            raise EdgelinError(f"--quantize is {name!r}; allowed: {', '.join(known)}")
+    return {name: known[name] for name in names}
 
 
 def _oldest(profile: Profile, model: SequenceModel, recipes: dict[str, Recipe | None]) -> str:

@@ -97,11 +97,10 @@ def _wrong(
 ) -> Iterator[str]:
     """Names of the parameters that the graph holds with other values, or not at all."""
     seen = set()
-    for node in model.graph:
-        for stored in _stored(node, weights):
-            seen.add(stored.name)
-            if not _is_rounding(stored, weights.get(stored.name)):
-                yield stored.name
+    for stored in _all_stored(model, weights):
+        seen.add(stored.name)
+        if not _is_rounding(stored, weights.get(stored.name)):
+            yield stored.name
     constants = [_content(value) for value in model.graph.initializers.values()]
     for name, value in model.graph.initializers.items():
         if name not in weights:
@@ -143,6 +142,25 @@ class _Stored:
     block_size: int
 
 
+def _all_stored(model: ir.Model, weights: dict[str, Array]) -> Iterator[_Stored]:
+    """The rounded matrices of a graph."""
+    for node in model.graph:
+        yield from _stored(node, weights)
+    constants = model.graph.initializers
+    for name, value in constants.items():
+        stem = next((known for known in _stems(name) if known in weights and known != name), None)
+        if stem is None or any(use.node.op_type in _PLACES for use in value.uses()):
+            continue
+        # Of a portable graph, where standard operators read the codes.
+        scales, zeros = _content(constants.get(f"{stem}_scales")), f"{stem}_zero_points"
+        bits, width = 4 if "_q4" in name.removeprefix(stem) else 8, weights[stem].shape[-1]
+        blocks = scales.shape[-1] if scales.ndim else 0
+        sizes = (1 << power for power in range(1, 13))
+        size = next((size for size in sizes if -(-width // size) == blocks), 0)
+        found = _content(constants[zeros]) if zeros in constants else None
+        yield _Stored(stem, _content(value), scales, found, bits, size)
+
+
 def _stored(node: ir.Node, weights: dict[str, Array]) -> Iterator[_Stored]:
     """The rounded matrices that a node reads."""
     attributes = node.attributes
@@ -168,11 +186,10 @@ def _stems(name: str) -> list[str]:
 def rounded_weights(graph: Path, weights: dict[str, Array]) -> dict[str, Array]:
     """What the quantised matrices of a graph stand for, by parameter, once they were checked."""
     found = {}
-    for node in ir.load(graph).graph:
-        for stored in _stored(node, weights):
-            values = _values(stored, weights[stored.name].shape)
-            if values is not None:
-                found[stored.name] = values.reshape(weights[stored.name].shape)
+    for stored in _all_stored(ir.load(graph), weights):
+        values = _values(stored, weights[stored.name].shape)
+        if values is not None:
+            found[stored.name] = values.reshape(weights[stored.name].shape)
     return found
 
 
