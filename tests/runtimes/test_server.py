@@ -222,6 +222,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "seed is -1"),
     ({"n": 0}, "n is 0"),
     ({"n": 13}, "asks for 13 texts; at most 12"),
+    ({"n": 10**12}, "asks for 1000000000000 texts; at most 12"),  # at once
+    ({"n": 2, "prompt": ["a"] * 7}, "asks for 14 texts; at most 12"),
     ({"n": 2, "session_id": "s"}, "n must be 1"),
     ({"session_id": "a b"}, "session_id is 'a b'"),
     ({"session_position": 3}, "needs session_id"),

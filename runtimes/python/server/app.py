@@ -144,6 +144,12 @@ class Api:
             body, chat=chat, model=self.model, defaults=self._defaults,
             header=request.headers.get(SESSION_HEADER),
         )  # fmt: skip
+        texts = len(call.prompts) * call.n
+        if texts > self.limits.texts:  # before anything is done for each of them
+            raise ApiError(
+                400, f"the request asks for {texts} texts; at most {self.limits.texts} are allowed",
+                param="n",
+            )  # fmt: skip
         if call.sampling.max_tokens > self.limits.max_tokens:
             raise ApiError(
                 400, f"max_tokens is {call.sampling.max_tokens}; this server allows "
@@ -232,7 +238,7 @@ class Api:
 
     async def _arrived(self, request: Request) -> bytes:
         """The body of a request, of which not too many arrive at the same time."""
-        if self._arriving >= self.limits.slots + self.limits.queue:
+        if self._arriving >= self.limits.texts:
             raise ApiError(429, "too many requests are arriving; try again later")
         self._arriving += 1
         try:

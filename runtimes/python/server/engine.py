@@ -119,19 +119,13 @@ class Engine:
         """Take on the texts of a request, all or none.
 
         Raises:
-            ApiError: They are too many, now (429) or ever (400), or the server is ending (503).
+            ApiError: They are too many for now (429), or the server is ending (503).
         """
         count = sum(1 + len(job.forks) for job in jobs)
-        most = self._limits.slots + self._limits.queue
         with self._changed:
             if self.draining:
                 raise ApiError(503, "the server is shutting down; try another one", code="shutdown")
-            if count > most:
-                raise ApiError(
-                    400, f"the request asks for {count} texts; at most {most} are allowed",
-                    param="n",
-                )  # fmt: skip
-            if self._unfinished + count > most:
+            if self._unfinished + count > self._limits.texts:
                 raise ApiError(
                     429, f"{self._unfinished} texts are being written or wait; try again later",
                     code="queue_full",

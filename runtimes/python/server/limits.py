@@ -37,6 +37,11 @@ class Limits:
             checks.require(value >= least, field.name, value, f"{least} or more")
 
     @property
+    def texts(self) -> int:
+        """Texts that are written or wait."""
+        return self.slots + self.queue
+
+    @property
     def body(self) -> int:
         """Bytes of a request: room for the longest prompt, written as clumsily as JSON allows."""
         return 65536 + 32 * self.prompt_tokens
