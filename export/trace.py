@@ -23,6 +23,7 @@ import torch
 from onnxscript import optimizer
 
 from edgelin.errors import EdgelinError
+from edgelin.export import trace_blocks
 from edgelin.export.contract import LENGTHS, signature
 from edgelin.export.passes.experts import OP_TYPE as EXPERTS
 from edgelin.export.passes.lower_recurrences import DOMAIN, OPERATORS
@@ -69,43 +70,98 @@ def trace(model: SequenceModel, *, max_time: int = CHUNK, lengths: bool = False)
         )
     source, output = signature(model.config)
     steps = np.zeros((_EXAMPLE_BATCH, _EXAMPLE_TIME, *source.step), source.dtype)
-    batch = torch.export.Dim("batch", min=1, max=2**20)
-    past = torch.export.Dim(GROWING, min=0, max=2**31)
-    time = torch.export.Dim("time", min=1, max=max_time)
+    axes = _Axes(max_time)
+    ragged = [_example_lengths()] if lengths else []
     positional = _Positional(model, specs)
-    with torch.no_grad(), _quiet():
-        program = torch.onnx.export(
+    alike = trace_blocks.kinds(model)
+    with trace_blocks.as_calls(alike):
+        graph = _export(
             positional,
-            (
-                torch.from_numpy(steps),
-                *(_example(spec) for spec in specs),
-                *([torch.arange(1, _EXAMPLE_BATCH + 1)] if lengths else []),
-            ),
-            dynamo=True,
-            opset_version=TRACE_OPSET,
-            input_names=[
-                source.name,
-                *(spec.input_name for spec in specs),
-                *([LENGTHS] if lengths else []),
-            ],
-            output_names=[output.name, *(spec.output_name for spec in specs)],
-            dynamic_shapes=(
-                {0: batch, 1: time},
-                (*(_axes(s, batch, past) for s in specs), *([{0: batch}] if lengths else [])),
-            ),
-            custom_translation_table=_translations(),
-            optimize=False,
-            verbose=False,
+            [torch.from_numpy(steps), *map(_example, specs), *ragged],
+            [axes.steps, *map(axes.state, specs), *([axes.rows] if lengths else [])],
+            [source.name, *(s.input_name for s in specs), *([LENGTHS] if lengths else [])],
+            [output.name, *(spec.output_name for spec in specs)],
+            alike,
         )
-    assert program is not None
-    graph = program.model
     _merge_shared(graph.graph, positional)
     _name_weights(graph)
     _mark_tied_heads(graph)
     optimizer.optimize_ir(graph)
+    if alike:
+        width = model.config.hidden_size
+        blocks = {kind.name: _block(kind, width, axes, ragged) for kind in alike}
+        trace_blocks.inline(graph, blocks)
+        _name_weights(graph)
+        trace_blocks.tidy(graph)
     _strip(graph)
     _drop_prefix(graph, "model.")
     return graph
+
+
+def _block(
+    kind: trace_blocks.Kind, width: int, axes: _Axes, ragged: list[torch.Tensor]
+) -> ir.Model:
+    """The graph of one of the blocks that are alike."""
+    specs, block = kind.specs[0], kind.blocks[0]
+    weights = [tensor.detach() for tensor in (*block.parameters(), *block.buffers())]
+    x = torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_TIME, width)
+    position = torch.zeros(_EXAMPLE_BATCH, dtype=torch.int64)
+    rows = [axes.rows for _ in ragged]
+    return _export(
+        trace_blocks.Alone(kind, lengths=bool(ragged)),
+        [x, position, *ragged, *map(_example, specs), *weights],
+        [axes.steps, axes.rows, *rows, *map(axes.state, specs), *({} for _ in weights)],
+        None,
+        None,
+        [],
+    )
+
+
+def _export(
+    module: torch.nn.Module,
+    arguments: list[torch.Tensor],
+    axes: list[dict[int, Any]],
+    inputs: list[str] | None,
+    outputs: list[str] | None,
+    alike: list[trace_blocks.Kind],
+) -> ir.Model:
+    """Torch's export of a module that takes one tensor and any number of others."""
+    with torch.no_grad(), _quiet():
+        program = torch.onnx.export(
+            module,
+            tuple(arguments),
+            dynamo=True,
+            opset_version=TRACE_OPSET,
+            input_names=inputs,
+            output_names=outputs,
+            dynamic_shapes=_like_signature(module, axes),
+            custom_translation_table=_translations() | trace_blocks.translations(alike),
+            optimize=False,
+            verbose=False,
+        )
+    assert program is not None
+    return program.model
+
+
+def _like_signature(module: torch.nn.Module, axes: list[dict[int, Any]]) -> Any:
+    """The axes of arguments, those of ``*rest`` in a tuple of their own."""
+    named = len(inspect.signature(module.forward).parameters) - 1
+    return (*axes[:named], tuple(axes[named:]))
+
+
+class _Axes:
+    """The symbolic axes of a trace's inputs."""
+
+    def __init__(self, max_time: int) -> None:
+        self._batch = torch.export.Dim("batch", min=1, max=2**20)
+        self._past = torch.export.Dim(GROWING, min=0, max=2**31)
+        self.rows = {0: self._batch}
+        self.steps = {0: self._batch, 1: torch.export.Dim("time", min=1, max=max_time)}
+
+    def state(self, spec: StateSpec) -> dict[int, Any]:
+        """Those of a state."""
+        axis = spec.growing_axis
+        return self.rows if axis is None else {**self.rows, axis: self._past}
 
 
 def _example(spec: StateSpec) -> torch.Tensor:
@@ -114,9 +170,9 @@ def _example(spec: StateSpec) -> torch.Tensor:
     return torch.full(shape, spec.initial, dtype=getattr(torch, spec.dtype))
 
 
-def _axes(spec: StateSpec, batch: Any, past: Any) -> dict[int, Any]:
-    """The symbolic axes of a state."""
-    return {0: batch} if spec.growing_axis is None else {0: batch, spec.growing_axis: past}
+def _example_lengths() -> torch.Tensor:
+    """Lengths of the rows of the trace."""
+    return torch.arange(1, _EXAMPLE_BATCH + 1)
 
 
 def _check_mixers(model: SequenceModel, *, lengths: bool) -> None:
