@@ -87,6 +87,9 @@ LINEAR = {"type": "linear_attention", **HEADS}
 MODELS = {
     "fused": Golden({"gdn": DELTA, "linear": LINEAR}, 64, quantise=("none", "int8", "int4")),
     "plain": Golden({"gdn": DELTA, "linear": LINEAR}, profile="plain"),
+    "portable": Golden(
+        {"gdn": DELTA, "linear": LINEAR}, 64, profile="plain", quantise=("portable",), seed=1
+    ),
     "complex": Golden({"ssm": {"type": "ssm", "inner_size": 40, "state_size": 4}}),
     "hybrid": Golden({"gdn": DELTA, "local": {**ATTENTION, "window": 64}}),
     "growing": Golden({"linear": LINEAR, "full": {**ATTENTION, "window": 0}}),
@@ -158,7 +161,7 @@ def random_model(golden: Golden, vocab: int) -> SequenceModel:
 
 def single(bundle: Bundle, folder: Path) -> dict[str, Any]:
     """Calls of one row, and the greedy and sampled tokens after them."""
-    quantisation = bundle.manifest.variants[bundle.variant].quantisation
+    rounded = rounds_activations(bundle)
     with exact(bundle) as reference:
         stream = reference.stream(capsule="none")
         calls = feed_calls(stream, prompt(bundle))
@@ -171,13 +174,19 @@ def single(bundle: Bundle, folder: Path) -> dict[str, Any]:
         if not bundle.manifest.output.task:
             found["text"] = {"prompt": PROMPT, "ids": bundle.text.encode(PROMPT)}
             found["greedy"] = generate(stream.fork(), {"temperature": 0})
-            if quantisation is None:
+            if not rounded:
                 found["sampled"] = {"settings": SAMPLING, **generate(stream, SAMPLING)}
-        if quantisation is not None:
-            found["tolerance"] = tolerance(calls, FLOAT32 * 10, kl_of(bundle, calls))
-        else:
-            found["tolerance"] = tolerance(calls, FLOAT32)
+    if rounded:
+        found["tolerance"] = tolerance(calls, FLOAT32 * 10, kl_of(bundle, calls))
+    else:
+        found["tolerance"] = tolerance(calls, FLOAT32)
     return found
+
+
+def rounds_activations(bundle: Bundle) -> bool:
+    """Whether a graph's kernels round activations to 8 bits."""
+    quantisation = bundle.manifest.variants[bundle.variant].quantisation
+    return quantisation is not None and quantisation["operator"] == "MatMulNBits"
 
 
 def prompt(bundle: Bundle) -> list[Any]:
@@ -230,12 +239,12 @@ def ragged(bundle: Bundle) -> dict[str, Any]:
 @contextmanager
 def exact(bundle: Bundle) -> Iterator[Bundle]:
     """The bundle with float activations, where its matrices are rounded."""
-    variant = bundle.manifest.variants[bundle.variant]
-    if variant.quantisation is None:
+    if not rounds_activations(bundle):
         yield bundle
         return
     other = Bundle(bundle.path, variant=bundle.variant, threads=1)
-    with float_activations(bundle.path / variant.file) as graph:
+    file = bundle.manifest.variants[bundle.variant].file
+    with float_activations(bundle.path / file) as graph:
         other.session = open_session(graph, 1, prepack=False)
     other.in_place = False
     yield other

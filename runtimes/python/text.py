@@ -133,6 +133,8 @@ class TextDecoder:
     def push(self, token: int) -> str:
         """Take one token; returns the text that is certain now, perhaps none."""
         text = self._tail.held + self._utf8.decode(self._codec.token_bytes(token))
+        if _SURROGATE.match(self._utf8.getstate()[0]):
+            text += self._utf8.decode(b"", final=True)
         self._tail.pending = self._utf8.getstate()[0]
         cut = _first_of(text, self._stop)
         if cut is not None:
@@ -142,6 +144,10 @@ class TextDecoder:
         keep = _possible_start(text, self._stop)
         self._tail.held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+# Two bytes of a surrogate, which no text can hold; Python's decoder alone waits for the third.
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]\Z")
 
 
 def flush(tail: TextTail) -> str:

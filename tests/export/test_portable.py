@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 import edgelin
 from edgelin.errors import EdgelinError
 from edgelin.export import passes
-from edgelin.export.bundle import RECIPES, export_checkpoint
+from edgelin.export.bundle import export_checkpoint
 from edgelin.export.passes.portable import make_portable
 from edgelin.export.profiles import PROFILES
 from edgelin.export.quantise import quantise
+from edgelin.export.quantise_recipe import RECIPES
 from edgelin.export.trace import trace
 from edgelin.export.verify import verify
 from edgelin.runtimes.manifest import Manifest, file_records

@@ -74,7 +74,7 @@ def test_what_follows_the_state_file(path: Path) -> None:
 def test_there_are_all_kinds() -> None:
     kinds = {path.parent.name for path in CASES}
     assert kinds == {
-        "fused", "plain", "complex", "hybrid", "growing", "features", "streams",
+        "fused", "plain", "portable", "complex", "hybrid", "growing", "features", "streams",
     }  # fmt: skip
     assert {path.parent.name for path in SAVED} == kinds - {"streams"}
     assert {path.stem for path in CASES} >= {"model", "model_q8", "model_q4"}

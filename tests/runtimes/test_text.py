@@ -99,6 +99,16 @@ def test_incomplete_character_becomes_a_replacement(codec: TextCodec) -> None:
     assert flush(TextTail(b"\xf0\x9f", "ab")) == "ab\ufffd"
 
 
+def test_bytes_of_a_surrogate_are_not_waited_for(codec: TextCodec) -> None:
+    """As in every decoder of WHATWG's rules, so that runners in all languages show the same."""
+    byte = {codec.token_bytes(token): token for token in range(1, 300)}
+    tail = TextTail()
+    decoder = TextDecoder(codec, tail)
+    pieces = [decoder.push(byte[bytes([value])]) for value in (0xED, 0xA0, 0x80, 0xED, 0x9F, 0xBF)]
+    assert pieces == ["", "\ufffd\ufffd", "\ufffd", "", "", "\ud7ff"]
+    assert tail == TextTail()
+
+
 def test_metaspace_with_byte_fallback(tmp_path: Path) -> None:
     vocabulary = {"<unk>": 0, "▁": 1, "▁Hello": 2, "<0xE6>": 3, "<0x97>": 4, "<0xA5>": 5, "x": 6}
     model = tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)

@@ -2,7 +2,7 @@
 
 /** Every golden stream: folder and variant. */
 export const CASES = [
-  ["fused", "model"], ["fused", "model_q8"], ["fused", "model_q4"], ["plain", "model"], ["complex", "model"],
+  ["fused", "model"], ["fused", "model_q8"], ["fused", "model_q4"], ["plain", "model"], ["portable", "model_quantized"], ["complex", "model"],
   ["hybrid", "model"], ["growing", "model"], ["features", "model"], ["streams", "model"],
 ];
 
