@@ -3,7 +3,8 @@
 Mixers declare their states as :class:`StateSpec`; the model, the exporter, the manifest and every
 runtime derive names, shapes and initial values from it, so that no reader has to know a mechanism.
 
-Kinds: ``recurrent`` (matrix state S), ``normalizer`` (z), ``max`` (running maximum of exponents),
+Kinds: ``recurrent`` (matrix state S), ``normalizer`` (z), ``recurrent_recent`` and
+``normalizer_recent`` (their sums over the last tokens, where sums have two levels), ``max`` (running maximum of exponents),
 ``ssm`` / ``ssm_re`` / ``ssm_im`` (diagonal state), ``rnn`` (state of a non-linear recurrence),
 ``conv`` (tail of a short convolution), ``shift`` / ``mlp_shift`` (the last token that a mixer, or
 what follows it, read), ``key`` / ``value`` (cache of softmax attention: the ring of a window, or

@@ -8,6 +8,10 @@ phi is one of :mod:`edgelin.feature_maps`, elu(x) + 1 unless told. With ``causal
 token sees the whole sequence (:mod:`edgelin.recurrences.linear.bidirectional`), for encoders: such
 a layer has no state and no step, and a language model of it would read its own answers.
 
+S and z grow with t until float32 drops new increments. With ``compensated = true`` each has a
+second state for the last tokens (:mod:`edgelin.recurrences.linear.two_level`), which carries it
+through any stream, in training and in all profiles; the state is twice as large.
+
 Sources: Katharopoulos et al., "Transformers are RNNs" (2020), arXiv:2006.16236, eq. 7 (phi) and
 eq. 16 to 20 (the recurrence); Qin et al., "The devil in linear transformer" (2022),
 arXiv:2210.10340, section 4.1 (a norm in the place of z).
@@ -15,8 +19,10 @@ arXiv:2210.10340, section 4.1 (a norm in the place of z).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from edgelin import feature_maps
@@ -27,6 +33,7 @@ from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.linear import linear
 from edgelin.recurrences.linear.bidirectional import bidirectional
+from edgelin.recurrences.linear.two_level import two_level
 from edgelin.state import StateSpec
 
 
@@ -47,6 +54,7 @@ class FeatureSizes(HeadSizes):
     norm_eps: float | None = None
 
     causal = True
+    compensated = False
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "key_dim", "value_dim")
@@ -83,9 +91,19 @@ class Config(FeatureSizes):
 
     Args:
         causal: Whether a token sees the tokens up to itself, or all of a call.
+        compensated: Whether the sums have a second level for long streams.
     """
 
     causal: bool = True
+    compensated: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compensated and not self.causal:
+            raise EdgelinError(
+                "compensated is true, but causal is false: without a state there is nothing to "
+                "compensate; leave one of them out"
+            )
 
     @property
     def export_obstacle(self) -> str | None:
@@ -111,6 +129,7 @@ class Mixer(nn.Module):
     def __init__(self, config: FeatureSizes, hidden_size: int, layer: int, norm_eps: float) -> None:
         super().__init__()
         self.config, self.layer = config, layer
+        self.needs_position = config.compensated
         heads = config.num_heads
         self.sizes = [2 * heads * config.key_dim, heads * config.value_dim]
         self.qkv_proj = nn.Linear(hidden_size, sum(self.sizes), bias=False)
@@ -120,14 +139,17 @@ class Mixer(nn.Module):
         self.out_proj = nn.Linear(self.sizes[1], hidden_size, bias=False)
 
     def state_specs(self) -> list[StateSpec]:
-        """S, and z where it normalises; nothing where the order is not causal."""
+        """S, and z where it normalises, each with its recent part where sums have two levels."""
         if not self.config.causal:
             return []
         heads, size = self.config.num_heads, self.feature_map.size
-        matrix = HeadSizes(heads, size, self.config.value_dim).matrix_spec(self.layer)
-        if self.config.normalize == "rms":
-            return [matrix]
-        return [matrix, StateSpec("normalizer", self.layer, (heads, size), "batch heads key")]
+        specs = [HeadSizes(heads, size, self.config.value_dim).matrix_spec(self.layer)]
+        if self.config.normalize == "z":
+            specs.append(StateSpec("normalizer", self.layer, (heads, size), "batch heads key"))
+        if not self.config.compensated:
+            return specs
+        recent = [dataclasses.replace(spec, kind=f"{spec.kind}_recent") for spec in specs]
+        return [spec for pair in zip(specs, recent, strict=True) for spec in pair]
 
     def forward(
         self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
@@ -137,7 +159,9 @@ class Mixer(nn.Module):
         qk, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         q, k = self.feature_map(qk.unflatten(-1, (2 * c.num_heads, c.key_dim)))
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
-        if c.causal:
+        if c.compensated:
+            o, after = self._recur_long(q, k, v, state, position, lengths)
+        elif c.causal:
             o, after = self._recur(q, k, v, state, lengths)
         else:
             o, after = self._attend(q, masked(k, lengths), v), {}
@@ -159,6 +183,26 @@ class Mixer(nn.Module):
         o, *after = linear(
             q, k, v, g, state[names[0]], normalizer=z, eps=self.feature_map.eps, lengths=lengths
         )
+        return o, dict(zip(names, after, strict=True))
+
+    def _recur_long(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: dict[str, Tensor],
+        position: Tensor,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same with sums on two levels."""
+        names = [spec.name for spec in self.state_specs()]
+        o, *after = two_level(q, k, v, state[names[0]], state[names[1]], position, lengths=lengths)
+        if self.config.normalize == "z":
+            ones = torch.ones((*k.shape[:3], 1), dtype=state[names[2]].dtype, device=k.device)
+            z = (state[name][..., None] for name in names[2:])
+            sums, *z_after = two_level(q, k, ones, *z, position, lengths=lengths)
+            o = (o / (sums + self.feature_map.eps)).to(v.dtype)
+            after += [part[..., 0] for part in z_after]
         return o, dict(zip(names, after, strict=True))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

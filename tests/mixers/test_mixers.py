@@ -123,7 +123,7 @@ def test_one_call_is_the_loop(case: str, batch: int, time: int) -> None:
 def test_pieces_are_the_loop(case: str, cuts: list[int]) -> None:
     mixer = build(case)
     x, state = numbers(2, 130, HIDDEN, seed=3), filled_state(mixer, 2)
-    position = torch.tensor([2, 150])
+    position = torch.tensor([4030, 150])
     expected = truth(case, x, state, position)
     check(in_pieces(mixer, x.float(), as_float32(state), position, cuts), expected, 2e-5)
 
@@ -245,7 +245,7 @@ def test_exported_graphs_are_the_loop(case: str) -> None:
     ids = torch.randint(0, 50, (2, sum(PIECES)), generator=torch.Generator().manual_seed(4))
     state = filled_state(exported, 2)
     if any(spec.name == "position" for spec in specs):
-        state["position"] = torch.tensor([3, 70])
+        state["position"] = torch.tensor([4030, 70])
     traced = trace(model)
     exact = loop_in_place(model, mixer, exported, case)
     wanted, states = (a for a in exact(ids, state))

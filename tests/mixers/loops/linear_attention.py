@@ -16,6 +16,7 @@ CASES: dict[str, dict[str, Any]] = {
     "linear_attention, product": {**BASE, "feature_map": "product", "normalize": "rms"},
     "linear_attention, favor": {**BASE, "feature_map": "favor", "num_features": 9},
     "linear_attention, taylor": {**BASE, "feature_map": "taylor"},
+    "linear_attention, compensated": {**BASE, "compensated": True},
     "linear_attention, hedgehog": {**BASE, "feature_map": "hedgehog", "normalize": "rms"},
 }
 
@@ -84,8 +85,34 @@ def pack(m: Any, features: np.ndarray) -> np.ndarray:
     return np.concatenate([features[..., : 1 + width], kept], axis=-1)
 
 
+def two_sums(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, state: Arrays, names: list[str], start: np.ndarray
+) -> tuple[np.ndarray, Arrays]:
+    """Row by row and token by token: a sum that is emptied whenever 4,096 tokens are full."""
+    old, new, out = state[names[0]].copy(), state[names[1]].copy(), []
+    for t in range(q.shape[1]):
+        new = new + k[:, t, :, :, None] * v[:, t, :, None]
+        out.append(np.einsum("bhkv,bhk->bhv", old + new, q[:, t]))
+        for row in np.flatnonzero((start + t + 1) % 4096 == 0):
+            old[row], new[row] = old[row] + new[row], 0
+    return np.stack(out, axis=1), dict(zip(names, (old, new), strict=True))
+
+
+def compensated(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, state: Arrays, position: np.ndarray
+) -> tuple[np.ndarray, Arrays]:
+    """Numerators over sums of weights where there is z."""
+    o, after = two_sums(q, k, v, state, ["recurrent.3", "recurrent_recent.3"], position)
+    if "normalizer.3" not in state:
+        return o, after
+    names = ["normalizer.3", "normalizer_recent.3"]
+    z = {name: state[name][..., None] for name in names}
+    den, z = two_sums(q, k, np.ones((*q.shape[:3], 1)), z, names, position)
+    return o / (den + 1e-6), {**after, **{name: a[..., 0] for name, a in z.items()}}
+
+
 def loop(
-    m: Any, x: np.ndarray, state: Arrays, _: np.ndarray, decay: np.ndarray | None = None
+    m: Any, x: np.ndarray, state: Arrays, position: np.ndarray, decay: np.ndarray | None = None
 ) -> Any:
     c = m.config
     q, k, v = np.split(
@@ -96,13 +123,16 @@ def loop(
     one = np.ones((*x.shape[:2], c.num_heads, 1))
     a = one if decay is None else one * decay[:, None]
     k = k if decay is None else k * (1 - a)
-    o, s = memory(q, k, v, a, state["recurrent.3"])
-    after = {"recurrent.3": s}
-    if c.normalize == "z":
+    if c.compensated:
+        o, after = compensated(q, k, v, state, position)
+    else:
+        o, s = memory(q, k, v, a, state["recurrent.3"])
+        after = {"recurrent.3": s}
+    if c.normalize == "z" and not c.compensated:
         den, z = memory(q, k, one, a, state["normalizer.3"][..., None])
         o = o / (den + added_to_sum(m))
         after["normalizer.3"] = z[..., 0]
-    else:
+    if c.normalize == "rms":
         o = (
             o
             / np.sqrt((o**2).mean(-1, keepdims=True) + (c.norm_eps or EPS))
