@@ -15,8 +15,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
+import torch
 from tqdm import tqdm
 
 from edgelin import checkpoint as checkpoints
@@ -33,7 +35,14 @@ from edgelin.export.quantise import Outcome
 from edgelin.export.quantise import quantise as quantise_graph
 from edgelin.export.quantise_recipe import RECIPES, Recipe
 from edgelin.export.reference import reference
-from edgelin.export.report import JSON_NAME, TEXT_NAME, Report, VariantReport, count_nodes
+from edgelin.export.report import (
+    JSON_NAME,
+    TEXT_NAME,
+    Report,
+    VariantReport,
+    count_nodes,
+    is_near,
+)
 from edgelin.export.rounding import Rounded
 from edgelin.export.step_form import step_form
 from edgelin.export.target import COPIED
@@ -281,12 +290,10 @@ class _Export:
         return exact, golden.compare(exact, noisy)
 
     def _reference(
-        self, rounded: Mapping[str, Rounded] | None = None, *, rounded_activations: bool = False
+        self, rounded: Mapping[str, Rounded] | None = None, **options: Any
     ) -> golden.Stream:
-        """The golden stream in float64."""
-        stream = reference(
-            self.model, rounded, rounded_activations=rounded_activations, empty=self.mapped.empty
-        )
+        """The golden stream in torch."""
+        stream = reference(self.model, rounded, empty=self.mapped.empty, **options)
         _give_back()
         return stream
 
@@ -309,14 +316,19 @@ class _Export:
             own = golden.replay_float(self.folder, one.variant, wanted.inputs)
             floats = golden.compare(exact, own)
         _give_back()
+        graph, float32 = golden.compare(exact, got), None
+        if not is_near(floats or graph):
+            plain = self._reference(one.outcome.rounded, dtype=torch.float32)
+            float32 = golden.compare(exact, plain)
         return VariantReport(
             bits=one.bits,
             bytes=sum(record.bytes for record in one.variant.files.values()),
             nodes=one.nodes,
-            graph=golden.compare(exact, got),
+            graph=graph,
             model=golden.compare(wanted, got),
             float_activations=floats,
             rounded_activations=rounded_activations,
+            float32=float32,
             matrices=one.outcome.matrices,
             ragged=ragged,
             measured=measure(self.folder, key),

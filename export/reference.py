@@ -2,7 +2,7 @@
 
 A block has its weights in float64 while it runs, and those of a quantised graph in their place
 where these are asked for. The embedding and the head keep float32: what is read from them is exact
-in float64.
+in float64. In float32 instead, the stream shows what the model makes of that precision alone.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ def reference(
     rounded: Mapping[str, Rounded] | None = None,
     *,
     rounded_activations: bool = False,
+    dtype: torch.dtype = torch.float64,
     empty: Empty = np.empty,
 ) -> Stream:
-    """Run the model in float64, in one call from its initial state.
+    """Run the model in one call from its initial state.
 
     Args:
         model: The model; not changed.
         rounded: Parameters to replace by their quantised values.
         rounded_activations: Round also what these are multiplied with, to 8 bits in their blocks.
+        dtype: What is computed in.
         empty: Makes the array of the outputs.
     """
     rounded = rounded or {}
     source, output = signature(model.config)
     inputs = inputs_of(model)
     outputs = empty((len(inputs), output.size), np.float64)
-    exact = _Exact(model, rounded)
+    exact = _Exact(model, rounded, dtype)
     sizes: dict[Tensor, int] = {
         parameter: rounded[name].block_size
         for name, parameter in exact.model.named_parameters()
@@ -67,23 +69,25 @@ def reference(
 
 
 class _Exact:
-    """A model in float64 that shares the storage of another's parameters."""
+    """A model in another precision that shares the storage of the first one's parameters."""
 
-    def __init__(self, model: SequenceModel, rounded: Mapping[str, Rounded]) -> None:
+    def __init__(
+        self, model: SequenceModel, rounded: Mapping[str, Rounded], dtype: torch.dtype
+    ) -> None:
         shared: dict[int, Any] = {}  # what deepcopy takes in the place of copies
         for tensor in (*model.parameters(), *model.buffers()):
             view = tensor.detach()
             is_parameter = isinstance(tensor, nn.Parameter)
             shared[id(tensor)] = nn.Parameter(view, requires_grad=False) if is_parameter else view
         self.model = copy.deepcopy(model, shared).eval()
-        self._rounded = rounded
+        self._rounded, self._dtype = rounded, dtype
         self._is_text = model.config.features is None
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for block in self.model.blocks:
-            _run_in_float64(block, names, rounded)
+            _convert_while_it_runs(block, names, rounded, dtype)
         for name, part in self.model.named_children():
             if name != "blocks" and not (self._is_text and name in ("embedding", "head")):
-                part.double()
+                part.to(dtype)
         if self._is_text:
             self.model.embedding.register_forward_hook(self._embedded)
 
@@ -109,28 +113,31 @@ class _Exact:
         return self._rows("embedding", ids.reshape(-1)).view(*ids.shape, -1)
 
     def _rows(self, part: str, rows: Any) -> Tensor:
-        """Rows of the embedding or the head in float64."""
+        """Rows of the embedding or the head."""
         weight = self.model.get_parameter(f"{part}.weight")
         if (matrix := self._rounded.get(f"{part}.weight")) is None:
-            return weight[torch.from_numpy(rows)].double()
-        return torch.from_numpy(matrix.rows(rows).values(weight.shape[1])).double()
+            return weight[torch.from_numpy(rows)].to(self._dtype)
+        return torch.from_numpy(matrix.rows(rows).values(weight.shape[1])).to(self._dtype)
 
 
-def _run_in_float64(
-    block: nn.Module, names: Mapping[int, str], rounded: Mapping[str, Rounded]
+def _convert_while_it_runs(
+    block: nn.Module,
+    names: Mapping[int, str],
+    rounded: Mapping[str, Rounded],
+    dtype: torch.dtype,
 ) -> None:
-    """Have a block's weights in float64, rounded if they are to be, while it runs.
+    """Have a block's weights in a precision, rounded if they are to be, while it runs.
 
     ``names`` are those of the model's parameters by identity: a block may have some of another's.
     """
     kept = [(parameter, parameter.data) for parameter in block.parameters()]
 
     def before(part: nn.Module, given: Any) -> None:
-        part.double()
+        part.to(dtype)
         for parameter, _ in kept:
             if (matrix := rounded.get(names[id(parameter)])) is not None:
                 values = torch.from_numpy(matrix.values(parameter.shape[-1]))
-                parameter.copy_(values.view_as(parameter))
+                parameter.data = values.view_as(parameter).to(dtype)
 
     def after(part: nn.Module, given: Any, result: Any) -> None:
         for parameter, data in kept:

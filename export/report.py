@@ -21,6 +21,10 @@ JSON_NAME, TEXT_NAME = "report.json", "report.md"
 _LIMIT = 1e-4
 # Largest single error of such a graph's logits and states, relative to the largest value.
 _WORST = 1e-3
+# Where these are missed since a model is so deep that float32 itself is: the limits are these times
+# what float32 does to the model in torch (the same noise, of sums in another order),
+# but at most so large that a graph can still be told from a wrong one.
+_FLOAT32_ROOM, _MOST = 3.0, 1e-2
 # What rounded activations may cost, times what they cost in the float64 model: two draws of the
 # same noise were within a fifth of each other in every model tried.
 _ROOM = 1.5
@@ -44,6 +48,8 @@ class VariantReport:
             weights; None as above.
         ragged: Largest relative error of rows of different lengths in one call, beside each row
             alone; None: the graph takes no lengths.
+        float32: Where a limit was missed, what float32 alone does to the model in torch with the
+            graph's own weights.
         matrices: Parameter name to bits and relative rounding error, for quantised variants.
         measured: Load time, memory and speed here.
     """
@@ -55,6 +61,7 @@ class VariantReport:
     model: Errors
     float_activations: Errors | None = None
     rounded_activations: Errors | None = None
+    float32: Errors | None = None
     ragged: float | None = None
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
@@ -162,6 +169,7 @@ class Report:
                     ("own weights", variant.graph),
                     ("own weights, activations left float", variant.float_activations),
                     ("own weights, activations int8 in float64", variant.rounded_activations),
+                    ("own weights, torch in float32", variant.float32),
                     ("as trained", variant.model),
                 )
                 if error is not None
@@ -239,13 +247,13 @@ def _uneven(variant: VariantReport) -> list[str]:
 
 
 def _inexact(variant: VariantReport) -> list[str]:
-    """The gates of the golden stream that a graph missed."""
+    """The gates of the golden stream."""
     graph, floats, rounded = variant.graph, variant.float_activations, variant.rounded_activations
     if not graph.finite:
         return ["outputs or states are not finite"]
     if floats is None or rounded is None:
-        return _far_off(graph, "")
-    missed = _far_off(floats, " with float activations")
+        return _far_off(graph, "", variant.float32)
+    missed = _far_off(floats, " with float activations", variant.float32)
     limit = _LIMIT + _ROOM * rounded.outputs_rms
     if not graph.outputs_rms <= limit:
         missed.append(
@@ -255,13 +263,23 @@ def _inexact(variant: VariantReport) -> list[str]:
     return missed
 
 
-def _far_off(error: Errors, how: str) -> list[str]:
-    """Whether a graph with float activations is too far from the model with its weights."""
+def is_near(error: Errors, float32: Errors | None = None) -> bool:
+    """Whether a graph with float activations is near enough to the model with its weights."""
+    return not _far_off(error, "", float32)
+
+
+def _far_off(error: Errors, how: str, float32: Errors | None) -> list[str]:
+    """Why :func:`is_near` is false."""
+    limit, most = _LIMIT, _WORST
+    if float32 is not None:
+        largest = max(float32.outputs, float32.states or 0)
+        limit = max(limit, min(_FLOAT32_ROOM * float32.outputs_rms, _MOST))
+        most = max(most, min(_FLOAT32_ROOM * largest, 10 * _MOST))
     worst = max(error.outputs, error.states or 0)
-    if not error.outputs_rms <= _LIMIT:
-        return [f"outputs{how} are off by {error.outputs_rms:.2g}, limit {_LIMIT:g}"]
-    if not worst <= _WORST:
-        return [f"worst value{how} is off by {worst:.2g}, limit {_WORST:g}"]
+    if not error.outputs_rms <= limit:
+        return [f"outputs{how} are off by {error.outputs_rms:.2g}, limit {limit:.2g}"]
+    if not worst <= most:
+        return [f"worst value{how} is off by {worst:.2g}, limit {most:.2g}"]
     return []
 
 

@@ -20,6 +20,7 @@ from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.export import bundle as bundles
 from edgelin.export import golden, verify
+from edgelin.export import report as reports
 from edgelin.export.activations import float_activations, round_activations
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.quantise import quantise
@@ -72,7 +73,7 @@ def export(
     monkeypatch.setattr(bundles, "measure", lambda bundle, key: {})
 
     def run(bits: str) -> Any:
-        report = export_checkpoint(folder, tmp_path / "out", quantise=(bits,))
+        report = export_checkpoint(folder, tmp_path / "out", quantise=(bits,), force=True)
         (variant,) = report.variants.values()
         return variant
 
@@ -133,6 +134,48 @@ def test_a_wrong_weight_fails(
     monkeypatch.setattr(bundles, "quantise_graph", _edited(edit, name))
     with pytest.raises(EdgelinError, match=r"model_q8: outputs with float activations are off by"):
         export("int8")
+
+
+def test_float32_sets_the_limit(
+    export: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the limit is below what float32 does to the model, and for no other fault."""
+    monkeypatch.setattr(reports, "_LIMIT", 1e-7)
+    monkeypatch.setattr(reports, "_WORST", 1e-6)
+    found = export("int8")
+    noise = found.float32.outputs_rms
+    assert noise > 1e-6 and found.float_activations.outputs_rms < 3 * noise
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "own weights, torch in float32" in text
+    for name, edit in (
+        ("blocks.5.mlp.down_proj.weight_q8", _one_code),
+        ("blocks.0.mixer.out_proj.weight_scales", _one_scale),
+    ):
+        monkeypatch.setattr(bundles, "quantise_graph", _edited(edit, name))
+        with pytest.raises(EdgelinError, match=r"outputs with float activations are off by"):
+            export("int8")
+
+
+def _errors(rms: float, worst: float) -> golden.Errors:
+    return golden.Errors(worst, worst / 2, rms, 1.0, 0.0, 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "float32", "near"),
+    [
+        ((9e-5, 9e-4), None, True),
+        ((1.1e-4, 5e-4), None, False),
+        ((1.1e-4, 5e-4), (7e-5, 4e-4), True),
+        ((1.1e-4, 5e-4), (2e-5, 4e-4), False),  # float32 does not explain it
+        ((9e-5, 2e-3), (5e-5, 1e-3), True),
+        ((9e-5, 2e-3), (5e-5, 3e-4), False),
+        ((0.02, 0.05), (0.1, 0.3), False),  # nothing could be told apart
+        ((float("nan"), 0.0), (1e-5, 1e-4), False),
+    ],
+)
+def test_limits_beside_float32(error: Any, float32: Any, near: bool) -> None:
+    noise = None if float32 is None else _errors(*float32)
+    assert reports.is_near(_errors(*error), noise) == near
 
 
 def test_a_wrong_kernel_fails(export: Callable[[str], Any], monkeypatch: Any) -> None:

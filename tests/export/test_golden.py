@@ -67,6 +67,17 @@ def test_reference(kind: str, bits: int | None) -> None:
         assert torch.equal(parameter, content)
 
 
+def test_reference_in_float32() -> None:
+    model = text()
+    with torch.no_grad():
+        wanted, states = model(torch.from_numpy(golden.inputs_of(model))[None])
+    found, exact = reference(model, dtype=torch.float32), reference(model)
+    np.testing.assert_allclose(found.outputs, wanted[0].double(), rtol=0, atol=1e-5)
+    assert all(np.allclose(found.states[n], x[0], rtol=0, atol=1e-5) for n, x in states.items())
+    noise = np.abs(found.outputs - exact.outputs).max()
+    assert 1e-9 < noise < 1e-5
+
+
 def test_compare() -> None:
     draw = np.random.default_rng(0)
     one, two = draw.standard_normal((2, 130, 40)), {"s": np.ones(3)}
