@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgelin.runtimes.manifest import Manifest
 from edgelin.state import StateSpec
 
+_LINE = 16  # float32 numbers in 64 bytes
 Inputs = NDArray[np.int64] | NDArray[np.float32]
 Outputs = NDArray[np.float32]
 State = NDArray[np.float32] | NDArray[np.int64]
@@ -48,7 +49,7 @@ class Buffers:
         self._session = session
         self._manifest = manifest
         self._batch = batch
-        first = [initial_state(spec, batch) for spec in manifest.states]
+        first = _neighbours(manifest.states, batch)
         fixed = [spec.growing_axis is None for spec in manifest.states]
         self._growing = [i for i, is_fixed in enumerate(fixed) if not is_fixed]
         shared = [
@@ -186,6 +187,30 @@ class Buffers:
         binding.bind_input(source.name, "cpu", 0, source.dtype, shape, self._inputs.ctypes.data)
         shape = [rows, kept, output.size]
         binding.bind_output(output.name, "cpu", 0, np.float32, shape, self._outputs.ctypes.data)
+
+
+def _neighbours(specs: Sequence[StateSpec], batch: int) -> list[State]:
+    """All states before the first step, those of float32 side by side in one piece of memory.
+
+    A step finds little of them in a cache, but the weights: large pages, which numpy asks for where
+    a piece is large enough, then save a tenth of the time of a recurrence. Each begins at a line of
+    the cache.
+    """
+    shapes = [(batch, *spec.sized(0)) for spec in specs]
+    sizes = [math.prod(shape) if spec.dtype == "float32" else 0
+             for spec, shape in zip(specs, shapes, strict=True)]  # fmt: skip
+    starts = np.cumsum([0, *(-(-size // _LINE) * _LINE for size in sizes)])
+    piece = np.empty(starts[-1] + _LINE, np.float32)
+    piece = piece[-(piece.ctypes.data // piece.itemsize) % _LINE :]
+    arrays = []
+    for spec, shape, start, size in zip(specs, shapes, starts, sizes, strict=False):
+        if spec.dtype == "float32":
+            array = piece[start : start + size].reshape(shape)
+            array[...] = spec.initial
+        else:
+            array = initial_state(spec, batch)
+        arrays.append(array)
+    return arrays
 
 
 def initial_state(spec: StateSpec, batch: int, *, past: int = 0) -> State:

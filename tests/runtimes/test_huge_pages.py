@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edgelin.runtimes import huge_pages
+from edgelin.runtimes.buffers import _neighbours
+from edgelin.state import StateSpec
 
 # Allocates 32 MiB before, inside and after, and prints of each whether it lies in advised memory.
 PROGRAM = """
@@ -85,3 +88,17 @@ def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path:
         with huge_pages.huge_pages(1 << 30):
             pass
     huge_pages._glibc.cache_clear()
+
+
+def test_states_lie_side_by_side() -> None:
+    """Also tensors of odd sizes and other types, and each begins at a line of the cache."""
+    specs = [
+        StateSpec("conv", 0, (3, 5), "batch channels time", initial=-2.0),
+        StateSpec("position", None, (), "batch", dtype="int64"),
+        StateSpec("recurrent", 0, (2, 64, 64), "batch heads key value"),
+    ]
+    a, n, b = _neighbours(specs, 3)
+    assert (a.shape, n.shape, b.shape) == ((3, 3, 5), (3,), (3, 2, 64, 64))
+    assert (a == -2).all() and not n.any() and not b.any() and n.dtype == np.int64
+    assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0
+    assert b.ctypes.data - a.ctypes.data == 192  # 45 numbers in whole lines
