@@ -2,6 +2,8 @@
 # make test   own environment, then lint, types and tests: what CI runs
 # make check  the same lint, types and tests in the environment that is active
 # make test-cpp   the C++ runner: what it needs, two builds, golden streams
+# make test-jvm   the Kotlin runner, the same on a desktop JVM
+# make test-same-stream   one stream through all runners that are built
 # make gpu    the tests that need a CUDA GPU, with that machine's own torch
 #
 # PYTHON=python3.12           interpreter for the environment (3.11 or 3.12)
@@ -21,7 +23,7 @@ RUN ?= $(PYTHON) -m
 
 export ORT_DISABLE_TELEMETRY = 1
 
-.PHONY: demo test check gpu lint test-cpp
+.PHONY: demo test check gpu lint test-cpp test-jvm test-same-stream
 
 TOOLS := build/toolchain
 
@@ -52,6 +54,13 @@ test-cpp: $(VENV)/.installed-dev
 
 CPP = -DONNXRUNTIME_ROOT=$(CURDIR)/$(TOOLS)/onnxruntime \
 	-Dnlohmann_json_DIR=$(CURDIR)/$(TOOLS)/debian/usr/share/cmake/nlohmann_json
+
+test-jvm: $(VENV)/.installed-dev
+	PYTHON=$(BIN)/python runtimes/toolchain.sh jvm
+	runtimes/jvm/build.sh edgelin.GoldenTestKt runtimes/golden build/jvm/work
+
+test-same-stream: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/runtimes/test_same_stream.py
 
 gpu:
 	$(RUN) pytest -m gpu

@@ -64,4 +64,35 @@ cpp() {
     [ -f "$TOOLS/debian/usr/include/nlohmann/json.hpp" ] || debian "$TOOLS/debian" nlohmann-json3-dev
 }
 
+# onnxruntime's Java API for a desktop JVM. Its makers publish it on Maven Central; where that cannot be
+# reached, the native half of the AAR, which is linked against Android's C library, is made to load
+# with glibc: symbol versions taken out, the names of its libraries as links, one function stubbed.
+jvm() {
+    local jvm=$TOOLS/jvm
+    aar
+    library
+    [ -f "$TOOLS/kotlin/lib/kotlin-compiler.jar" ] || npm_files "$KOTLIN" lib "$TOOLS/kotlin"
+    [ -f "$TOOLS/gson/usr/share/java/gson.jar" ] || debian "$TOOLS/gson" libgoogle-gson-java
+    mkdir -p "$jvm"
+    "$PYTHON" - "$TOOLS/aar/jni/x86_64/libonnxruntime4j_jni.so" "$jvm/libonnxruntime4j_jni.so" <<'END'
+import struct, sys
+data = bytearray(open(sys.argv[1], "rb").read())
+start, = struct.unpack_from("<Q", data, 32)
+size, count = struct.unpack_from("<HH", data, 54)
+for at in range(start, start + size * count, size):
+    kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", data, at)
+    for entry in range(offset, offset + length, 16) if kind == 2 else ():  # PT_DYNAMIC
+        tag, = struct.unpack_from("<Q", data, entry)
+        if tag in (0x6FFFFFFE, 0x6FFFFFFF, 0x6FFFFFF0):  # VERNEED, VERNEEDNUM, VERSYM
+            struct.pack_into("<Q", data, entry, 0x6FFFF000)
+open(sys.argv[2], "wb").write(data)
+END
+    echo 'void *OrtSessionOptionsAppendExecutionProvider_Nnapi(void) { return 0; }' |
+        gcc -shared -fPIC -x c - -o "$jvm/libstub.so"
+    ln -sf "$TOOLS/onnxruntime/lib/libonnxruntime.so" "$jvm/libonnxruntime.so"
+    for name in c.so.6 m.so.6 dl.so.2; do
+        ln -sf "$(gcc -print-file-name=lib$name)" "$jvm/lib${name%%.*}.so"
+    done
+}
+
 for piece in "$@"; do "$piece"; done

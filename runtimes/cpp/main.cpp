@@ -1,7 +1,7 @@
 // edgelin-run: continue a stream of token ids. The whole use of edgelin.h in one page.
 //
-//   edgelin-run BUNDLE [--ids "17 204 33"] [-n 40] [--temperature 0.8] [--seed 1] [--variant NAME]
-//               [--threads 1] [--load FILE] [--save FILE]
+//   edgelin-run BUNDLE [--ids "17 204 33"] [--max-tokens 40] [--temperature 0.8] [--seed 1]
+//               [--variant NAME] [--threads 1] [--load-state FILE] [--save-state FILE]
 //
 // Prints the ids of the tokens that follow, and on the error channel the speed. Ids come from the
 // tokenizer.json of the bundle and any library that reads it.
@@ -24,10 +24,10 @@ static void need(bool good) {
 
 int main(int count, char** words) {
   std::map<std::string, std::string> given = {
-      {"-n", "40"}, {"--temperature", "0"}, {"--seed", "0"}, {"--threads", "0"}};
+      {"--max-tokens", "40"}, {"--temperature", "0"}, {"--seed", "0"}, {"--threads", "0"}};
   for (int i = 2; i + 1 < count; i += 2) given[words[i]] = words[i + 1];
   if (count < 2 || count % 2 != 0)
-    return std::fputs("edgelin-run BUNDLE [--ids \"17 204\"] [-n 40] ...\n", stderr), 2;
+    return std::fputs("edgelin-run BUNDLE [--ids \"17 204\"] [--max-tokens 40] ...\n", stderr), 2;
 
   edgelin_options options = {};
   options.threads = std::atoi(given["--threads"].c_str());
@@ -36,7 +36,8 @@ int main(int count, char** words) {
   need(bundle != nullptr);
   edgelin_stream* stream = edgelin_open(bundle, 1, nullptr);
   need(stream != nullptr);
-  if (given.count("--load")) need(edgelin_state_load(stream, given["--load"].c_str()) >= 0);
+  if (given.count("--load-state"))
+    need(edgelin_state_load(stream, given["--load-state"].c_str()) >= 0);
 
   std::istringstream text(given["--ids"]);
   std::vector<int64_t> prompt;
@@ -47,7 +48,7 @@ int main(int count, char** words) {
   edgelin_sampling sampling = {};
   sampling.temperature = std::atof(given["--temperature"].c_str());
   sampling.seed = std::strtoull(given["--seed"].c_str(), nullptr, 10);
-  const int wanted = std::atoi(given["-n"].c_str());
+  const int wanted = std::atoi(given["--max-tokens"].c_str());
   const auto begin = std::chrono::steady_clock::now();
   int written = 0;
   for (; written < wanted; ++written) {
@@ -62,7 +63,8 @@ int main(int count, char** words) {
   std::fprintf(stderr, "%d tokens, %.1f tokens/s, state %zu bytes at position %lld\n", written,
                written / seconds.count(), edgelin_state_bytes(stream),
                static_cast<long long>(edgelin_position(stream, 0)));
-  if (given.count("--save")) need(edgelin_state_save(stream, given["--save"].c_str()) == 0);
+  if (given.count("--save-state"))
+    need(edgelin_state_save(stream, given["--save-state"].c_str()) == 0);
   edgelin_close(stream);
   edgelin_unload(bundle);
 }

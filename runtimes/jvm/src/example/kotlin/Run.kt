@@ -1,0 +1,29 @@
+import edgelin.Bundle
+import edgelin.Sampling
+import java.io.File
+
+/**
+ * Writes a text on: RunKt BUNDLE PROMPT [--max-tokens N] [--temperature X] [--seed N] [--variant NAME]
+ * [--threads N] [--load-state FILE] [--save-state FILE]. An empty prompt goes on from a loaded state.
+ */
+fun main(words: Array<String>) {
+    val given = words.drop(2).chunked(2).associate { it[0] to it[1] }
+    Bundle(File(words[0]), given["--variant"], given["--threads"]?.toInt() ?: 0).use { bundle ->
+        bundle.stream().use { stream ->
+            given["--load-state"]?.let { stream.load(File(it)) }
+            val sampling = Sampling(
+                maxTokens = given["--max-tokens"]?.toInt() ?: 100,
+                temperature = given["--temperature"]?.toDouble() ?: 0.8,
+                seed = given["--seed"]?.toULong() ?: 0u,
+            )
+            val pieces = stream.generate(words[1].ifEmpty { null }, sampling).iterator()
+            if (pieces.hasNext()) print(pieces.next()) // reads the prompt
+            val (begin, before) = System.nanoTime() to stream.position
+            for (piece in pieces) print(piece).also { System.out.flush() }
+            val speed = (stream.position - before) / ((System.nanoTime() - begin) / 1e9)
+            println()
+            System.err.println("%.1f tokens/s, state %d bytes at position %d".format(speed, stream.stateBytes, stream.position))
+            given["--save-state"]?.let { stream.save(File(it)) }
+        }
+    }
+}
