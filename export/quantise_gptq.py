@@ -43,7 +43,7 @@ def gptq(rows: Array, hessian: Tensor, nearest: Rounded) -> Rounded:
         nearest: The matrix rounded to the nearest codes; its array of codes is overwritten.
     """
     order, factor = _factor(hessian)
-    for part in row_slices(len(rows)):
+    for part in row_slices(rows):
         _sweep(rows[part], nearest.rows(part), order, factor)
     return nearest
 

@@ -10,6 +10,7 @@ least-squares scale of its codes, and the one with the smallest squared error is
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgelin.mapped import Empty
+from edgelin.runtimes.session import default_threads
 
 Array = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 
 _SHRINKS = {4: np.linspace(1.0, 0.68, 9), 8: np.linspace(1.0, 0.94, 4)}
-_ROWS_AT_ONCE = 1024
+_AT_ONCE = 1 << 18  # weights
 
 
 @dataclass(frozen=True)
@@ -96,21 +98,26 @@ def round_matrix(
     shape = (len(rows), -(-rows.shape[1] // block_size))
     codes, scales = empty((*shape, block_size), np.uint8), empty(shape, np.float32)
     zeros = empty(shape, np.uint8)
-    for part in row_slices(len(rows)):
+
+    def fill(part: slice) -> None:
         found = _round(_blocks(rows[part], block_size), bits, symmetric)
         codes[part], scales[part], zeros[part] = found
+
+    with ThreadPoolExecutor(default_threads()) as pool:  # numpy computes without Python's lock
+        list(pool.map(fill, row_slices(rows)))
     return Rounded(codes, scales, None if symmetric else zeros, bits)
 
 
-def row_slices(count: int) -> list[slice]:
-    """Rows that are worked on at a time: a matrix may be a good part of the model."""
-    return [slice(i, i + _ROWS_AT_ONCE) for i in range(0, count, _ROWS_AT_ONCE)]
+def row_slices(rows: Array) -> list[slice]:
+    """Rows that are worked on at a time: as many as a core's cache holds with their candidates."""
+    count = max(1, _AT_ONCE // max(1, rows.shape[1]))
+    return [slice(i, i + count) for i in range(0, len(rows), count)]
 
 
 def relative_error(rounded: Rounded, rows: Array) -> float:
     """||W' - W|| / ||W||."""
     wrong = size = 0.0
-    for part in row_slices(len(rows)):
+    for part in row_slices(rows):
         difference = rounded.rows(part).values(rows.shape[1])
         difference -= rows[part]
         wrong += float(np.linalg.norm(difference)) ** 2
@@ -137,20 +144,27 @@ def _round(blocks: Array, bits: int, symmetric: bool) -> tuple[Codes, Array, Cod
     codes: Codes = np.zeros(blocks.shape, np.uint8)
     scales: npt.NDArray[np.floating] = full.copy()
     zeros: npt.NDArray[np.floating] = np.full(full.shape, middle)
+    steps, product = np.empty_like(blocks), np.empty_like(blocks)
     for shrink in _SHRINKS[bits].astype(np.float32):
         scale = full * shrink
         zero = middle if symmetric else np.clip(np.rint(-low / scale), 0, levels)
         zero = np.broadcast_to(zero, scale.shape)
-        q = np.clip(np.rint(blocks / scale[..., None] + zero[..., None]), 0, levels)
-        steps = q - zero[..., None]
-        norm = (steps * steps).sum(-1)
-        fitted = (steps * blocks).sum(-1) / np.where(norm > 0, norm, 1)
+        np.divide(blocks, scale[..., None], out=steps)
+        steps += zero[..., None]
+        np.rint(steps, out=steps)
+        np.clip(steps, 0, levels, out=steps)
+        steps -= zero[..., None]
+        norm = np.multiply(steps, steps, out=product).sum(-1)
+        fitted = np.multiply(steps, blocks, out=product).sum(-1) / np.where(norm > 0, norm, 1)
         scale = np.where((norm > 0) & (fitted != 0), fitted, scale)
-        error = np.square(steps * scale[..., None] - blocks).sum(-1)
+        np.multiply(steps, scale[..., None], out=product)
+        product -= blocks
+        error = np.multiply(product, product, out=product).sum(-1)
         better = error < best
         best = np.where(better, error, best)
         scales, zeros = np.where(better, scale, scales), np.where(better, zero, zeros)
-        codes = np.where(better[..., None], q.astype(np.uint8), codes)
+        steps += zero[..., None]
+        np.copyto(codes, steps, where=better[..., None], casting="unsafe")
     return codes, scales.astype(np.float32), zeros.astype(np.uint8)
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 from export_models import session
 
+from edgelin.export import rounding
 from edgelin.export.quantise import quantise
 from edgelin.export.quantise_recipe import RECIPES, Recipe
 from edgelin.export.rounding import round_matrix
@@ -43,6 +44,36 @@ def test_rounding_beats_the_largest_weight_rule(bits: int, symmetric: bool) -> N
     assert np.linalg.norm(got - rows) < plain
     step = np.abs(rows).max() / (1 << (bits - 1))
     assert np.abs(got - rows).max() < 1.5 * step
+
+
+def _least_error(block: np.ndarray[Any, Any], bits: int, symmetric: bool) -> float:
+    """The squared error of the best candidate, a weight at a time in float64."""
+    levels, middle = (1 << bits) - 1, 1 << (bits - 1)
+    low, high = min(block.min(), 0.0), max(block.max(), 0.0)
+    full = -(high if high > -low else low) / middle if symmetric else (high - low) / levels
+    found = []
+    for shrink in {4: np.linspace(1.0, 0.68, 9), 8: np.linspace(1.0, 0.94, 4)}[bits]:
+        zero = middle if symmetric else min(max(round(-low / (full * shrink)), 0), levels)
+        steps = [min(max(round(w / (full * shrink) + zero), 0), levels) - zero for w in block]
+        best = sum(k * w for k, w in zip(steps, block, strict=True)) / sum(k * k for k in steps)
+        found.append(sum((k * best - w) ** 2 for k, w in zip(steps, block, strict=True)))
+    return min(found)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_search(bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best candidate of every block, in pieces of any size."""
+    rows = _matrix(width=96)
+    found = round_matrix(rows, bits, 32, symmetric=symmetric)
+    errors = np.square(found.values(96).astype(np.float64) - rows).reshape(ROWS, 3, 32).sum(-1)
+    blocks = rows.astype(np.float64).reshape(ROWS, 3, 32)
+    wanted = [[_least_error(block, bits, symmetric) for block in row] for row in blocks]
+    np.testing.assert_allclose(errors, wanted, rtol=1e-3)
+    monkeypatch.setattr(rounding, "_AT_ONCE", 200)  # two rows
+    again = round_matrix(rows, bits, 32, symmetric=symmetric)
+    assert again.codes.tobytes() == found.codes.tobytes()
+    assert again.scales.tobytes() == found.scales.tobytes()
 
 
 def test_zeros_and_constants_survive() -> None:
