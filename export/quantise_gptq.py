@@ -27,10 +27,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgelin.export.rounding import Array, Rounded, row_slices
+from edgelin.export.rounding import Array, Rounded
 
 MOST_CODES = 1  # from the nearest
 _DAMPING = 0.1
+_ROWS = 1024  # at a time
 _COLUMNS = 128  # rounded before the columns behind them are corrected
 
 
@@ -43,7 +44,8 @@ def gptq(rows: Array, hessian: Tensor, nearest: Rounded) -> Rounded:
         nearest: The matrix rounded to the nearest codes; its array of codes is overwritten.
     """
     order, factor = _factor(hessian)
-    for part in row_slices(rows):
+    for start in range(0, len(rows), _ROWS):
+        part = slice(start, start + _ROWS)
         _sweep(rows[part], nearest.rows(part), order, factor)
     return nearest
 
