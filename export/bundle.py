@@ -19,13 +19,12 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from tqdm import tqdm
 
 from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
 from edgelin.experts import Experts
 from edgelin.export import attention as attentions
-from edgelin.export import contract, golden, passes, store, target
+from edgelin.export import contract, genai, golden, passes, store, target
 from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
 from edgelin.export.measure import measure
@@ -33,10 +32,13 @@ from edgelin.export.passes.portable import make_portable
 from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import Outcome
 from edgelin.export.quantise import quantise as quantise_graph
-from edgelin.export.quantise_recipe import RECIPES, Recipe
+from edgelin.export.quantise_auto import TradeOff
+from edgelin.export.quantise_plan import Calibration, Planner, progress_bar
+from edgelin.export.quantise_recipe import VARIANTS, Recipe, find_recipes
 from edgelin.export.reference import reference
 from edgelin.export.report import (
     JSON_NAME,
+    PLOT_NAME,
     TEXT_NAME,
     Report,
     VariantReport,
@@ -56,15 +58,6 @@ from edgelin.runtimes.manifest import FileRecord, Manifest, Variant, file_record
 from edgelin.runtimes.session import Bundle
 from edgelin.runtimes.text import TextCodec
 
-_FILES = {
-    "none": "model",
-    "int8": "model_q8",
-    "int4": "model_q4",
-    "int4-fast": "model_q4_fast",
-    "portable": "model_quantized",
-}
-_PREFERRED = ("int8", "int4", "int4-fast", "none", "portable")
-
 
 def export_checkpoint(
     checkpoint: str | Path,
@@ -76,20 +69,23 @@ def export_checkpoint(
     attention: str = "full",
     text: str | None = None,
     streams: bool = False,
+    roles: tuple[str, ...] = (),
+    calibration: Calibration | None = None,
 ) -> Report:
     """Write a bundle.
 
     Args:
         checkpoint: Checkpoint folder, ours or one that a family reads.
         out: Folder to make; it must not exist, unless ``force``.
-        quantise: Which variants: ``"none"``, ``"int8"``, ``"int4"``, ``"int4-fast"``, or
-            ``"portable"``, the weights of int4 in standard operators.
+        quantise: Which variants, names of ``VARIANTS``.
         profile: ``"fused"``, ``"plain"`` or ``"onnx"``.
         force: Replace a bundle or empty folder at ``out``, after the new bundle has passed.
         attention: What layers that attend to all tokens become: ``"full"``, ``"window=N"`` or
             ``"window=N,sinks=M"``.
         text: Measure on it what a window costs.
         streams: Whether the graphs take rows of different lengths in one call.
+        roles: Bits of tensors in all quantised variants, such as ``"head=int8"``.
+        calibration: A text for rounding and its limits; None: to the nearest codes.
 
     Returns:
         What was measured.
@@ -98,7 +94,7 @@ def export_checkpoint(
         EdgelinError: The input is bad, the disk is full, or the bundle missed a gate; then it is
             kept as ``<out>.failed``.
     """
-    recipes = _recipes(quantise)
+    recipes = find_recipes(quantise, roles, calibrated=calibration is not None)
     chosen = find(profile)
     check_onnxruntime(chosen.min_onnxruntime(quantised=any(recipes.values())))
     choice = attentions.parse(attention)
@@ -116,7 +112,8 @@ def export_checkpoint(
         if text is not None:
             _say(f"measuring {choice} on the text")
             cost = attentions.cost(own, used, choice, text)
-        options = {"force": force, "streams": streams}
+        options: dict[str, Any] = {"force": force, "streams": streams}
+        options |= {"roles": roles, "calibration": calibration}
         return _export(used, out, recipes, chosen, (choice, cost), **options)
 
 
@@ -129,11 +126,14 @@ def _export(
     *,
     force: bool,
     streams: bool,
+    roles: tuple[str, ...],
+    calibration: Calibration | None,
 ) -> Report:
     """:func:`export_checkpoint` of a checkpoint of ours."""
     with staging(out) as folder, MappedFile(out.parent) as mapped:
-        model, recipes = _load(checkpoint, recipes, chosen, mapped)
-        job = _Export(checkpoint, model, chosen, folder, mapped, attention, streams)
+        model, recipes = _load(checkpoint, recipes, roles, chosen, mapped)
+        planner = Planner(calibration, checkpoint, model, mapped.empty)
+        job = _Export(checkpoint, model, chosen, folder, mapped, attention, streams, planner)
         report = job.run(recipes)
         failures = report.failures()
         report.bundle = target.failed(out) if failures else out
@@ -144,14 +144,19 @@ def _export(
 
 
 def _load(
-    checkpoint: Path, recipes: dict[str, Recipe | None], chosen: Profile, mapped: MappedFile
+    checkpoint: Path,
+    recipes: dict[str, Recipe | None],
+    roles: tuple[str, ...],
+    chosen: Profile,
+    mapped: MappedFile,
 ) -> tuple[SequenceModel, dict[str, Recipe | None]]:
     """The model in the form that is exported, with everything checked, and the recipes for it."""
     model, config = checkpoints.load(checkpoint, mapped=mapped)
-    if config.features is not None:
-        recipes = {name: recipe and recipe.for_features() for name, recipe in recipes.items()}
-    if not any(hasattr(block, "mlp") for block in model.blocks):
-        recipes = {name: recipe and recipe.for_mixers() for name, recipe in recipes.items()}
+    mixers_only = not any(hasattr(block, "mlp") for block in model.blocks)
+    recipes = {
+        name: recipe and recipe.for_model(config, roles, mixers_only=mixers_only)
+        for name, recipe in recipes.items()
+    }
     check_onnxruntime(_oldest(chosen, model, recipes))
     _check_weights(checkpoint, model)
     if config.features is None:
@@ -167,6 +172,7 @@ class _Built:
     recipe: Recipe | None
     nodes: dict[str, int]
     outcome: Outcome
+    trade_off: TradeOff | None
 
     @property
     def bits(self) -> int:
@@ -185,6 +191,7 @@ class _Export:
     mapped: MappedFile
     attention: tuple[Attention, Cost | None]
     streams: bool
+    planner: Planner
 
     def run(self, recipes: dict[str, Recipe | None]) -> Report:
         """Write and check every variant, then the common files."""
@@ -196,11 +203,12 @@ class _Export:
             self.model,
             profile=self.profile,
             min_onnxruntime=_oldest(self.profile, self.model, recipes),
-            default_variant=next(_FILES[name] for name in _PREFERRED if name in recipes),
+            default_variant=next(file for name, file in VARIANTS.items() if name in recipes),
             lengths=self.streams,
         )
         built = self._build_all(recipes, manifest)
         variants = {key: one.variant for key, one in built.items()}
+        genai.write(self.folder, dataclasses.replace(manifest, variants=variants))
         manifest = dataclasses.replace(manifest, variants=variants, files=self._common())
         manifest.write(self.folder)
         report = self._check(built)
@@ -218,7 +226,7 @@ class _Export:
         _give_back()
         try:
             return {
-                _FILES[name]: self._build(traced.clone(), _FILES[name], recipe, manifest)
+                VARIANTS[name]: self._build(traced.clone(), VARIANTS[name], recipe, manifest)
                 for name, recipe in recipes.items()
             }
         finally:
@@ -229,19 +237,16 @@ class _Export:
     ) -> _Built:
         """Lower, quantise and write one variant."""
         passes.lower(graph, self.profile)
-        outcome = Outcome()
+        outcome, trade_off = Outcome(), None
         if recipe is not None:
-            _say(f"rounding the matrices of {key} to {recipe.bits} bits")
-            weights = self.model.num_parameters()
-            with tqdm(total=weights, unit="weight", unit_scale=True, disable=None) as bar:
-
-                def done(count: int) -> None:
-                    bar.update(count)
-                    release()
-
-                outcome = quantise_graph(graph, recipe, progress=done, empty=self.mapped.empty)
+            plan = self.planner.plan(graph, recipe)
+            recipe, trade_off = plan.recipe, plan.trade_off
+            with progress_bar(f"rounding {key}", self.model.num_parameters()) as done:
+                outcome = quantise_graph(
+                    graph, recipe, rounded=plan.rounded, progress=done, empty=self.mapped.empty
+                )
         passes.finish(graph, self.profile)
-        portable = key == _FILES["portable"] and make_portable(graph)
+        portable = key == VARIANTS["portable"] and make_portable(graph)
         contract.stamp(graph, manifest)
         _say(f"writing {key}")
         path = self.folder / "onnx" / f"{key}.onnx"
@@ -255,6 +260,7 @@ class _Export:
             recipe,
             count_nodes([node.op_type for node in graph.graph]),
             outcome,
+            trade_off,
         )
 
     def _check(self, built: dict[str, _Built]) -> Report:
@@ -309,6 +315,7 @@ class _Export:
         opened = Bundle(self.folder, variant=key)
         got = golden.replay(opened, wanted.inputs, self.mapped.empty)
         ragged = ragged_error(opened, wanted.inputs)
+        loss = self.planner.loss(opened) if one.recipe is not None else None
         del opened  # before there is another session
         floats = None
         if rounded_activations is not None:
@@ -331,22 +338,16 @@ class _Export:
             float32=float32,
             matrices=one.outcome.matrices,
             ragged=ragged,
+            loss=loss,
+            budget=self.planner.budget(one.recipe),
+            trade_off=one.trade_off,
             measured=measure(self.folder, key),
         )
 
     def _common(self) -> dict[str, FileRecord]:
         """Records of the files that no variant owns, as far as they are written."""
-        names = [*COPIED, golden.FILE_NAME, JSON_NAME, TEXT_NAME]
+        names = [*COPIED, genai.FILE_NAME, golden.FILE_NAME, JSON_NAME, TEXT_NAME, PLOT_NAME]
         return file_records(self.folder, [n for n in names if (self.folder / n).is_file()])
-
-
-def _recipes(names: tuple[str, ...]) -> dict[str, Recipe | None]:
-    """The recipes asked for, each once."""
-    known = {**RECIPES, "portable": RECIPES["int4"]}
-    for name in names or ("",):
-        if name not in known:
-            raise EdgelinError(f"--quantize is {name!r}; allowed: {', '.join(known)}")
-    return {name: known[name] for name in names}
 
 
 def _oldest(profile: Profile, model: SequenceModel, recipes: dict[str, Recipe | None]) -> str:

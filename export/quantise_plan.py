@@ -133,7 +133,7 @@ class Planner:
         assert self.text is not None
         formats = {name: f for own in found if (f := own.format(recipe)) for name in own.names}
         weights = sum(self.model.get_parameter(name).numel() for name in formats)
-        with _bar(f"rounding, {recipe.method}", weights) as done:
+        with progress_bar(f"rounding, {recipe.method}", weights) as done:
             if recipe.method == "gptq":
                 return calibrate(
                     self.model, formats, self.text.fitted, progress=done, empty=self.empty
@@ -155,7 +155,7 @@ class Planner:
         assert budget is not None
         candidates = {own.name: own for own in found if own.role not in recipe.roles}
         weights = sum(rows * width for own in candidates.values() for rows, width in own.shapes)
-        with _bar("measuring each matrix", weights) as done:
+        with progress_bar("measuring each matrix", weights) as done:
             measured = options(
                 self.model,
                 list(candidates.values()),
@@ -201,8 +201,8 @@ class Planner:
 
 
 @contextmanager
-def _bar(what: str, weights: int) -> Iterator[Callable[[int], None]]:
-    """Tell progress."""
+def progress_bar(what: str, weights: int) -> Iterator[Callable[[int], None]]:
+    """Show how many weights are done; what is given is called with the number of each step."""
     with tqdm(total=weights, unit="weight", unit_scale=True, disable=None, desc=what) as bar:
 
         def done(count: int) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from edgelin.export.quantise_auto import TradeOff
 
-FILE_NAME = "tradeoff.png"
 _COST = {"MB": "weights, MB", "ms": "matrices of one step here, ms"}
 _LEAST = 1e-5  # nat; a logarithm knows no 0
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 
 FLOAT = 32
@@ -117,15 +118,32 @@ class Recipe:
                 roles["embedding"] = roles["head"] = pair.pop() if pair else roles["embedding"]
         return dataclasses.replace(self, roles=roles)
 
-    def for_features(self) -> Recipe:
-        """For a model that reads features: its first projection and its head are small."""
-        return dataclasses.replace(self, roles={**self.roles, "embedding": FLOAT, "head": FLOAT})
+    def for_model(
+        self, config: ModelConfig, given: Iterable[str] = (), *, mixers_only: bool = False
+    ) -> Recipe:
+        """For a certain model.
 
-    def for_mixers(self) -> Recipe:
-        """For a model of mixers only, of which nothing else could take fewer bits."""
-        if "mixer" not in self.roles or "mlp" not in self.roles:
-            return self
-        return dataclasses.replace(self, roles={**self.roles, "mixer": self.roles["mlp"]})
+        Args:
+            config: The model's.
+            given: Values of ``--role``.
+            mixers_only: Whether it has mixers only, of which nothing else could take fewer bits.
+
+        Raises:
+            EdgelinError: The roles are wrong, or leave nothing to round.
+        """
+        roles = dict(self.roles)
+        if config.features is not None:  # the first projection and the head are small
+            roles |= {"embedding": FLOAT, "head": FLOAT}
+        if mixers_only and "mlp" in roles:
+            roles["mixer"] = roles["mlp"]
+        chosen = dataclasses.replace(self, roles=roles)
+        tied = config.features is None and config.tie_word_embeddings
+        chosen = chosen.with_roles(read_roles(given), tied=tied)
+        if not chosen.is_auto and chosen.bits == FLOAT:
+            raise EdgelinError(
+                "--role keeps every matrix float; give --quantize none for a float bundle"
+            )
+        return chosen
 
     def format(self, name: str, role: str, widths: Iterable[int]) -> Format | None:
         """How a matrix, or several that share a format, are stored; None: float.
@@ -182,7 +200,48 @@ RECIPES: dict[str, Recipe | None] = {
     "int4": Recipe.of(4, roles={"embedding": 8, "mixer": 8}),
     "int4-fast": Recipe.of(4, roles={"embedding": 8}, block_size=256, row_blocks=4),
     "auto": Recipe(_SENSITIVE, block_size=256, row_blocks=4),
+    "portable": Recipe.of(4, roles={"embedding": 8, "mixer": 8}),
 }
+
+
+# Variant to the name of its files; the first that a bundle has is the one that runs.
+VARIANTS = {
+    "auto": "model_auto",
+    "int8": "model_q8",
+    "int4": "model_q4",
+    "int4-fast": "model_q4_fast",
+    "none": "model",
+    "portable": "model_quantized",
+}
+
+
+def find_recipes(
+    names: Iterable[str], roles: Iterable[str] = (), *, calibrated: bool = False
+) -> dict[str, Recipe | None]:
+    """The recipes asked for, each once.
+
+    Args:
+        names: Of ``VARIANTS``.
+        roles: Values of ``--role``.
+        calibrated: Whether there is a text.
+
+    Raises:
+        EdgelinError: There is none of a name, it needs a text, or nothing is there to round.
+    """
+    names, roles = tuple(names), tuple(roles)
+    for name in names or ("",):
+        if name not in RECIPES:
+            raise EdgelinError(f"--quantize is {name!r}; allowed: {', '.join(RECIPES)}")
+    if "auto" in names and not calibrated:
+        raise EdgelinError(
+            "--quantize auto chooses by what it measures on a text; give --calibrate FILE"
+        )
+    read_roles(roles)
+    if (roles or calibrated) and set(names) <= {"none"}:
+        raise EdgelinError(
+            "--role and --calibrate are about rounded weights; give --quantize int4, int8 or auto"
+        )
+    return {name: RECIPES[name] for name in names}
 
 
 def _name(bits: int | None) -> str:

@@ -12,10 +12,13 @@ from typing import Any
 import onnxruntime
 
 from edgelin import __version__
+from edgelin.export import quantise_plot
 from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
+from edgelin.export.quantise_auto import TradeOff
+from edgelin.export.quantise_loss import Budget, Loss
 
-JSON_NAME, TEXT_NAME = "report.json", "report.md"
+JSON_NAME, TEXT_NAME, PLOT_NAME = "report.json", "report.md", "tradeoff.png"
 # Largest root mean square error of the logits on the golden stream, relative to a model with the
 # same (rounded) weights, of a graph with float activations.
 _LIMIT = 1e-4
@@ -50,6 +53,9 @@ class VariantReport:
             alone; None: the graph takes no lengths.
         float32: Where a limit was missed, what float32 alone does to the model in torch with the
             graph's own weights.
+        loss: What a quantised variant costs on the text that it was calibrated with.
+        budget: What it may cost there.
+        trade_off: What ``--quantize auto`` chose from.
         matrices: Parameter name to bits and relative rounding error, for quantised variants.
         measured: Load time, memory and speed here.
     """
@@ -63,6 +69,9 @@ class VariantReport:
     rounded_activations: Errors | None = None
     float32: Errors | None = None
     ragged: float | None = None
+    loss: Loss | None = None
+    budget: Budget | None = None
+    trade_off: TradeOff | None = None
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
 
@@ -118,7 +127,10 @@ class Report:
         }
 
     def write(self, folder: Path) -> None:
-        """Write both files."""
+        """Write the files; a plot only if there was something to choose."""
+        for variant in self.variants.values():
+            if variant.trade_off is not None:
+                quantise_plot.draw(variant.trade_off, folder / PLOT_NAME)
         text = json.dumps(self.as_dict(), indent=2) + "\n"
         (folder / JSON_NAME).write_text(text, encoding="utf-8")
         (folder / TEXT_NAME).write_text(self.text(), encoding="utf-8")
@@ -137,6 +149,7 @@ class Report:
                 f"about {here.get(f'decode_{self.unit}s_per_s', 0):,.0f} {self.unit}s/s; "
                 f"{variant.graph.outputs_rms:.0e} beside the float64 model with its weights"
             )
+            lines += [f"    {line}" for line in _loss(variant)]
         return "\n".join([*lines, f"The whole report: {self.bundle / TEXT_NAME}"])
 
     def text(self) -> str:
@@ -183,6 +196,9 @@ class Report:
                     f"beside each row alone.",
                     "",
                 ]
+            if (rows := _loss(variant)) and variant.trade_off is not None:
+                rows.append(f"![cost and loss]({PLOT_NAME})")
+            lines += [line for row in rows for line in (f"{name}: {row}", "")]
             nodes = ", ".join(f"{n} {count}" for n, count in variant.nodes.items())
             lines += [f"Nodes of {name}: {nodes}.", ""]
         return "\n".join(lines)
@@ -233,7 +249,21 @@ def count_nodes(op_types: list[str]) -> dict[str, int]:
 
 def _missed(variant: VariantReport) -> list[str]:
     """The gates that a graph missed."""
-    return [*_inexact(variant), *_uneven(variant)]
+    lost = variant.budget.missed(variant.loss) if variant.budget and variant.loss else []
+    return [*_inexact(variant), *_uneven(variant), *lost]
+
+
+def _loss(variant: VariantReport) -> list[str]:
+    """What rounding costs, and what there was to choose from."""
+    if (loss := variant.loss) is None:
+        return []
+    lines = [] if variant.trade_off is None else variant.trade_off.lines()
+    return [
+        f"on {loss.tokens:,} tokens of the text: {loss.bits_per_byte:.4f} bits per byte, float "
+        f"{loss.float_bits_per_byte:.4f} ({100 * loss.relative:+.2f} %), {loss.kl:.4f} nat from "
+        f"float, top-1 the same {100 * loss.top1:.1f} %",
+        *lines,
+    ]
 
 
 def _uneven(variant: VariantReport) -> list[str]:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from edgelin.checkpoint import CHAT_TEMPLATE
 from edgelin.errors import EdgelinError
+from edgelin.export.genai import FILE_NAME as GENAI_NAME
 from edgelin.export.golden import FILE_NAME as GOLDEN_NAME
-from edgelin.export.report import JSON_NAME, TEXT_NAME
+from edgelin.export.report import JSON_NAME, PLOT_NAME, TEXT_NAME
 from edgelin.runtimes.capsules import FOLDER as CAPSULES
 from edgelin.runtimes.manifest import FILE_NAME as MANIFEST_NAME
 from edgelin.runtimes.manifest import Manifest
@@ -26,7 +27,17 @@ COPIED = (
     "tokenizer_config.json",
     CHAT_TEMPLATE,
 )
-_CONTENT = {*COPIED, MANIFEST_NAME, GOLDEN_NAME, JSON_NAME, TEXT_NAME, "onnx", CAPSULES}
+_CONTENT = {
+    *COPIED,
+    MANIFEST_NAME,
+    GENAI_NAME,
+    GOLDEN_NAME,
+    JSON_NAME,
+    TEXT_NAME,
+    PLOT_NAME,
+    "onnx",
+    CAPSULES,
+}
 
 
 def failed(out: Path) -> Path:

@@ -182,13 +182,16 @@ def check_same_model(manifest: Manifest, checkpoint: Path, given: Path) -> None:
 
 def _checked_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> dict[str, Array]:
     """The checkpoint's parameters; a variant that holds other ones is refused."""
+    from edgelin.export.quantise_gptq import MOST_CODES
     from edgelin.export.verify_weights import check_weights, computed_constants, read_weights
 
     weights = read_weights(checkpoint)
     lengths = manifest.lengths is not None
     rebuild = cache(partial(computed_constants, checkpoint, manifest.profile, lengths=lengths))
     for variant in manifest.variants.values():
-        check_weights(bundle / variant.file, weights, rebuild)
+        calibrated = (variant.quantisation or {}).get("method") == "gptq"
+        moved = MOST_CODES if calibrated else 0
+        check_weights(bundle / variant.file, weights, rebuild, most_codes=moved)
     return weights
 
 

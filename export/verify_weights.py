@@ -4,7 +4,9 @@ A quantised graph is too far from its model for an error in a few weights to sho
 every quantised matrix must be as good a rounding of the checkpoint's as the exporter makes: in each
 block the squared error of ``scale * (q - zero_point)`` may not be larger than that of
 :mod:`edgelin.export.rounding`. (Equal codes would be too much to ask: on another machine the last
-bit of a sum moves a weight that lies in the middle of two codes.) All other weights are equal.
+bit of a sum moves a weight that lies in the middle of two codes.) Where a text decided between
+codes (:mod:`edgelin.export.quantise_gptq`), that holds for the nearest codes, and each code is at
+most one away from it. All other weights are equal.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ _SHOWN = 3
 
 
 def check_weights(
-    graph: Path, weights: dict[str, Array], rebuild: Callable[[], list[Array]]
+    graph: Path,
+    weights: dict[str, Array],
+    rebuild: Callable[[], list[Array]],
+    *,
+    most_codes: int = 0,
 ) -> None:
     """Compare all weights of a graph.
 
@@ -51,12 +57,13 @@ def check_weights(
         graph: The ``.onnx`` file.
         weights: Parameter name to float32 array, from :func:`read_weights`.
         rebuild: Gives :func:`computed_constants`; called only for a graph that needs them.
+        most_codes: How far a code may be away from the nearest one.
 
     Raises:
         EdgelinError: Some are not the checkpoint's; the first are named.
     """
     model = ir.load(graph)
-    wrong = list(dict.fromkeys(_wrong(model, weights, rebuild)))
+    wrong = list(dict.fromkeys(_wrong(model, weights, rebuild, most_codes)))
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise EdgelinError(
@@ -93,13 +100,16 @@ def computed_constants(checkpoint: Path, profile: str, *, lengths: bool = False)
 
 
 def _wrong(
-    model: ir.Model, weights: dict[str, Array], rebuild: Callable[[], list[Array]]
+    model: ir.Model,
+    weights: dict[str, Array],
+    rebuild: Callable[[], list[Array]],
+    most_codes: int,
 ) -> Iterator[str]:
     """Names of the parameters that the graph holds with other values, or not at all."""
     seen = set()
     for stored in _all_stored(model, weights):
         seen.add(stored.name)
-        if not _is_rounding(stored, weights.get(stored.name)):
+        if not _is_rounding(stored, weights.get(stored.name), most_codes):
             yield stored.name
     constants = [_content(value) for value in model.graph.initializers.values()]
     for name, value in model.graph.initializers.items():
@@ -199,23 +209,40 @@ def block_sizes(graph: Path, weights: dict[str, Array]) -> dict[str, int]:
     return {s.name: s.block_size for node in nodes for s in _stored(node, weights)}
 
 
-def _is_rounding(stored: _Stored, wanted: Array | None) -> bool:
+def _is_rounding(stored: _Stored, wanted: Array | None, most_codes: int) -> bool:
     """Whether a matrix rounds ``wanted`` [..., K] as well as the exporter would."""
     if wanted is None or wanted.ndim not in (2, 3):
         return False
-    found = _values(stored, wanted.shape)
+    found = _cells(stored, wanted.shape)
     if found is None:
         return False
+    codes, scale, zero = found
     size, width = stored.block_size, wanted.shape[-1]
     rows: Array = wanted.reshape(-1, width)
+    if most_codes:
+        place = np.clip(rows / np.where(scale == 0, 1, scale) + zero, 0, (1 << stored.bits) - 1)
+        if not (np.abs(codes - place) <= most_codes + 0.5 + _ROOM).all():
+            return False
+        codes = np.rint(place)
     best = round_matrix(rows, stored.bits, size, symmetric=stored.zeros is None).values(width)
-    error, limit = (_block_errors(values - rows, size) for values in (found, best))
+    values = (codes - zero) * scale
+    error, limit = (_block_errors(values - rows, size) for values in (values, best))
     slack = size * np.square(_LAST_BITS * _blocks(np.abs(rows), size).max(-1))
     return bool((error <= (1 + _ROOM) * limit + slack).all())  # NaN is not
 
 
 def _values(stored: _Stored, shape: tuple[int, ...]) -> Array | None:
     """The rows `[N, K]` that codes stand for, of all experts; None if there are others."""
+    found = _cells(stored, shape)
+    if found is None:
+        return None
+    codes, scale, zero = found
+    values: Array = (codes - zero) * scale
+    return values
+
+
+def _cells(stored: _Stored, shape: tuple[int, ...]) -> tuple[Array, Array, Array] | None:
+    """Codes, scales and zero points, float32 `[N, K]` each; None if there are others."""
     bits, size = stored.bits, stored.block_size
     if bits not in (4, 8) or size < 2:
         return None
@@ -232,8 +259,7 @@ def _values(stored: _Stored, shape: tuple[int, ...]) -> Array | None:
     if codes.shape != (rows, width) or not scales.shape == zero.shape == (rows, count):
         return None
     spread = [np.repeat(array, size, axis=1)[:, :width] for array in (scales, zero)]
-    values: Array = (codes.astype(np.float32) - spread[1].astype(np.float32)) * spread[0]
-    return values
+    return codes.astype(np.float32), spread[0], spread[1].astype(np.float32)
 
 
 def _once(array: Array | None, rows: int, copies: int) -> Array | None:
