@@ -28,6 +28,7 @@ from edgelin.errors import EdgelinError
 @click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: repeat less.")
 @click.option("--seed", type=int, help="Repeat the same text; without it, a new seed is drawn.")
 @click.option("--stop", multiple=True, help="Text that ends the output; may be given often.")
+@click.option("--lookup", default=0, show_default=True, help="With --temperature 0: guess so far.")
 @click.option("--features", metavar="F", help="Answer an .npy [time, F]; - reads lines of numbers.")
 @click.option("--json", "as_json", is_flag=True, help="With --features: lines of JSON.")
 @click.option("--stats", is_flag=True, help="Print speed, state size and memory to stderr.")

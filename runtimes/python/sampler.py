@@ -36,6 +36,10 @@ class Sampling:
         repetition_penalty: Above 1 makes the last ``WINDOW`` tokens less likely; 1 does nothing.
         seed: Makes sampling repeatable; None, or none given, draws a new seed.
         stop: Strings (or one string) that end the text and are not part of it.
+        lookup: Tokens at most that are guessed from what was read before, and read in one call; 0
+            guesses none. Only with temperature 0: the text is the same, and comes faster where it
+            repeats what was read (see :mod:`edgelin.runtimes.writing`). Streams that take snapshots
+            guess none.
     """
 
     max_tokens: int = 256
@@ -46,6 +50,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: str | Sequence[str] = ()
+    lookup: int = 0
 
     def __post_init__(self) -> None:
         """Check every setting, and turn numpy's numbers into plain ones."""
@@ -61,6 +66,8 @@ class Sampling:
             real = checks.number(name, value, allowed)
             checks.require(fits(real), name, value, allowed)
             object.__setattr__(self, name, real)
+        greedy = self.temperature == 0
+        checks.require(greedy or not self.lookup, "lookup", self.lookup, "0, but for temperature 0")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         checks.require(isinstance(stop, tuple | list), "stop", stop, "a text or a list of texts")
         for text in stop:
@@ -73,6 +80,7 @@ _INTEGERS: tuple[tuple[str, str, Callable[[int], bool]], ...] = (
     ("max_tokens", "0 or more", lambda x: x >= 0),
     ("top_k", "0 (off) or more", lambda x: x >= 0),
     ("seed", "0 .. 2^64 - 1", lambda x: 0 <= x < 2**64),
+    ("lookup", "0 (off) or more", lambda x: x >= 0),
 )
 _NUMBERS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("temperature", "0 or more", lambda x: x >= 0),

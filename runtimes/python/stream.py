@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgelin.errors import EdgelinError
-from edgelin.runtimes import chat, checks, state_file
+from edgelin.runtimes import chat, checks, state_file, writing
 from edgelin.runtimes.buffers import Buffers, Inputs, Outputs
-from edgelin.runtimes.sampler import WINDOW, Sampler, Sampling
+from edgelin.runtimes.sampler import WINDOW, Sampling
 from edgelin.runtimes.signature import Input, Tokens
 from edgelin.runtimes.snapshots import History, Rewound, Snapshot
-from edgelin.runtimes.text import TextDecoder, TextTail, flush
+from edgelin.runtimes.text import TextTail, flush
 
 if TYPE_CHECKING:
     from edgelin.runtimes.session import Bundle
@@ -43,6 +43,7 @@ class Stream:
         self._buffers = Buffers(bundle.session, bundle.manifest, batch, in_place=bundle.in_place)
         self._broken = False
         self._recent: deque[int] = deque(maxlen=WINDOW)
+        self._seen: deque[int] = deque(maxlen=writing.SEEN)
         self._tail = TextTail()
         self._history: History | None = None
         self._start = start
@@ -104,7 +105,8 @@ class Stream:
             **sampling: Fields of :class:`~edgelin.runtimes.sampler.Sampling`.
 
         Returns:
-            One piece of text a token, empty while a character or a stop string may be incomplete.
+            One piece of text a token (or for several with ``lookup``), empty while a character or a
+            stop string may be incomplete.
 
         Raises:
             EdgelinError: The model reads features, a setting is out of range, or there is nothing
@@ -289,6 +291,7 @@ class Stream:
         self.position = snapshot.position
         self.outputs = None if snapshot.outputs is None else snapshot.outputs.copy()
         self._recent = deque(snapshot.recent, maxlen=WINDOW)
+        self._seen = deque(snapshot.recent, maxlen=writing.SEEN)
         self._tail = replace(snapshot.tail)
         self._broken = False
 
@@ -337,6 +340,7 @@ class Stream:
         self.position += steps.shape[1]
         if steps.ndim == 2:  # tokens
             self._recent.extend(steps[0, -WINDOW:].tolist())
+            self._seen.extend(steps[0].tolist())
         if self._history is not None:
             self._history.after(steps)
         return piece
@@ -371,17 +375,4 @@ class Stream:
             self._remember()
             self._tail = TextTail()
             self.feed(prompt)
-        tokenizer = self._bundle.manifest.tokenizer
-        ends = frozenset() if tokenizer is None else tokenizer.ends
-        sampler = Sampler(options)
-        decoder = TextDecoder(self._bundle.text, self._tail, tuple(options.stop))
-        for _ in range(options.max_tokens):
-            assert self.outputs is not None
-            token = sampler.choose(self.outputs[0], self._recent, self.position)
-            if token in ends:
-                yield self.flush()
-                return
-            self.feed([token])
-            yield decoder.push(token)
-            if decoder.stopped:
-                return
+        yield from writing.write(self, options)
