@@ -35,27 +35,29 @@ from torch.profiler import ProfilerActivity, profile
 from edgelin.recurrences import launches
 
 TABLE = Path(launches.__file__).with_suffix(".json")
-WARPS = [4, 8]
-# Kernel names, as launches.json has them, by their beginning: what to try.
-GRID: dict[str, dict[str, list[int]]] = {
-    "linear none": {"BT": [64, 128], "BLOCK": [64, 128], "num_warps": WARPS, "num_stages": [1, 2],
-                    "SEGMENT": [256, 512]},
-    "linear head": {"BT": [64], "BLOCK": [32, 64, 128], "num_warps": WARPS, "num_stages": [1, 2],
-                    "SEGMENT": [256, 512]},
-    "linear key": {"BT": [32, 64], "BLOCK": [64, 128], "num_warps": WARPS, "num_stages": [1, 2],
-                   "SEGMENT": [256, 512]},
-    "kda states": {"BV": [16, 32, 64], "num_warps": [2, 4, 8], "num_stages": [1, 2, 3]},
-    "kda reverse": {"BV": [16, 32, 64], "num_warps": [2, 4, 8], "num_stages": [1, 2, 3]},
-    "dplr states": {"BV": [16, 32, 64], "num_warps": [2, 4, 8], "num_stages": [1, 2, 3]},
-    "dplr reverse": {"BV": [16, 32, 64], "num_warps": [2, 4, 8], "num_stages": [1, 2, 3]},
-    "kda": {"BV": [64, 128], "num_warps": WARPS, "num_stages": [1, 2]},
-    "dplr": {"num_warps": WARPS, "num_stages": [1, 2, 3]},
-}  # fmt: skip
+WARPS, STAGES = [4, 8], [1, 2, 3]
+_PASS = {"BLOCK": [64, 128], "num_warps": WARPS, "num_stages": STAGES}
+_SERIAL = {"BV": [16, 32, 64, 128], "num_warps": WARPS, "num_stages": STAGES}
+# Kernel names, as launches.json has them, by the beginning and the word that tells them apart: what
+# to try. The first that fits counts.
+GRID: dict[tuple[str, str], dict[str, list[int]]] = {
+    ("linear", " split "): {"BK": [32, 64, 128], "num_warps": [2, 4, 8]},
+    ("linear", ""): _PASS,
+    ("", " states "): _SERIAL,
+    ("", " reverse "): _SERIAL,
+    ("delta", " invert "): {"BK": [64, 128], "num_warps": WARPS, "num_stages": STAGES},
+    ("delta", " keys "): {"BV": [64, 128], "num_warps": WARPS, "num_stages": [1, 2]},
+    ("delta", ""): {"BV": [64, 128], "num_warps": WARPS, "num_stages": STAGES},
+    ("kda", ""): {"BV": [64, 128], "num_warps": WARPS, "num_stages": [1, 2]},
+    ("dplr", ""): {"num_warps": WARPS, "num_stages": STAGES},
+}
 
 
 def grid(kernel: str) -> list[launches.Choice]:
     """The configurations to try, none for a kernel without a grid; the rule is the first."""
-    axes = next((axes for start, axes in GRID.items() if kernel.startswith(start)), {})
+    fitting = (axes for (start, word), axes in GRID.items()
+               if kernel.startswith(start) and word in kernel)  # fmt: skip
+    axes = next(fitting, {})
     combinations = itertools.product(*axes.values())
     return [{}, *(dict(zip(axes, values, strict=True)) for values in combinations)] if axes else []
 
@@ -68,11 +70,11 @@ def step_of(name: str, shape: str) -> measure.Step:
     return measure.steps_of(case, "ours", sizes)[1]
 
 
-def kernels_of(step: measure.Step) -> list[str]:
-    """Names of the kernels with a grid that a step launches."""
+def kernels_of(step: measure.Step, word: str) -> list[str]:
+    """Names with a certain word of the kernels with a grid that a step launches."""
     launches.asked.clear()
     step()
-    return sorted(kernel for kernel in launches.asked if grid(kernel))
+    return sorted(kernel for kernel in launches.asked if word in kernel and grid(kernel))
 
 
 def gpu_ms(step: measure.Step, repeats: int = 4) -> float:
@@ -121,10 +123,10 @@ def tune(kernel: str, step: measure.Step) -> Iterator[tuple[float, launches.Choi
     table[kernel] = before
 
 
-def compile_share(name: str, shape: str, part: int, parts: int) -> None:
+def compile_share(name: str, shape: str, word: str, part: int, parts: int) -> None:
     """Compile every ``parts``-th configuration of all kernels of a case, by running them."""
     step = step_of(name, shape)
-    for kernel in kernels_of(step):
+    for kernel in kernels_of(step, word):
         for choice in grid(kernel)[part::parts]:
             launches.table()[kernel] = [choice]
             try:
@@ -139,7 +141,8 @@ def compile_ahead(names: list[str], options: argparse.Namespace) -> None:
 
     def one(job: tuple[str, int]) -> None:
         name, part = job
-        command = [sys.executable, __file__, "--compile", f"{name},{part},{options.workers}"]
+        command = [sys.executable, __file__, "--compile", f"{name},{part},{options.workers}",
+                   "--kernels", options.kernels]  # fmt: skip
         subprocess.run(command, capture_output=True, timeout=options.seconds)
 
     jobs = [(name, part) for name in names for part in range(options.workers)]
@@ -151,6 +154,9 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", default="", help="beginnings of names of cases, with commas")
+    parser.add_argument(
+        "--kernels", default="", help="a word in the names of kernels, as in the table"
+    )
     parser.add_argument("--shape", default="8x4096", help="rows x tokens")
     parser.add_argument("--seconds", type=float, default=1e9, help="after these none begins")
     parser.add_argument("--table", type=Path, default=TABLE, help="where winners are written")
@@ -166,7 +172,7 @@ def main() -> None:
     need_gpu()
     if options.compile:
         name, part, parts = options.compile.split(",")
-        compile_share(name, "2x1024", int(part), int(parts))
+        compile_share(name, "2x1024", options.kernels, int(part), int(parts))
         return
     names = selected(options.only, [n for n, case in CASES.items() if "ours" in case.calls])
     compile_ahead(names, options)
@@ -174,7 +180,7 @@ def main() -> None:
     done: set[str] = set()
     for name in names:
         step = step_of(name, options.shape)
-        for kernel in kernels_of(step):
+        for kernel in kernels_of(step, options.kernels):
             if kernel in done or time.monotonic() - began > options.seconds:
                 continue
             done.add(kernel)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from loops import CASES, LOOPS
 from loops.common import EPS, HIDDEN, LAYER
+from loops.shared_block import embedding_of
 from torch import Tensor
 
 from edgelin import mixers
@@ -37,12 +38,16 @@ def arguments(mixer: Any, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     return found
 
 
+def shared_with(mixer: Any, x: Tensor) -> tuple[dict[str, Tensor], ...]:
+    """What a mixer that reads more than the stream is given."""
+    return ({"embedding": embedding_of(x)},) if getattr(mixer, "shares", False) else ()
+
+
 def run(mixer: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """Output and states, in order."""
     states = {s.name: given[s.name] for s in mixer.state_specs()}
     position = torch.tensor([0, 3, 1_000_000], device=given["x"].device)
-    extra: tuple[dict[str, Tensor], ...] = ({},) if getattr(mixer, "shares", False) else ()
-    y, after = mixer(given["x"], states, position, *extra)
+    y, after = mixer(given["x"], states, position, *shared_with(mixer, given["x"]))
     return [y, *(after[s.name] for s in mixer.state_specs())]
 
 
@@ -88,5 +93,6 @@ def test_a_gpu_computes_the_loop_and_its_gradients(case: str, kind: str) -> None
         near(got, value, 5e-2 if low else 1e-4, name)
     for name, slope in gradients(mixer, given, results).items():
         # A rate's gradient is a small difference of large sums: bfloat16 leaves its size and sign.
-        rough = 0.5 if slopes[name].numel() <= HIDDEN else 1e-1
+        # A feature that bfloat16 takes across zero has another slope.
+        rough = 0.5 if slopes[name].numel() <= HIDDEN else 2e-1 if "relu" in case else 1e-1
         near(slope, slopes[name], rough if low else 5e-4, f"gradient of {name}")

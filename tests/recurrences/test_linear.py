@@ -237,6 +237,15 @@ def test_kernel_bfloat16_hard_decays(hard, device, short_segments):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
+def test_kernel_shared_queries_and_keys(decay, device, short_segments):
+    """Expanded from one head, as in Mamba-2: read once, with gradients for every head."""
+    q, k, *rest = make(decay, 65, batch=2, heads=3, key=20, value=12)
+    q, k = (x[:, :, :1].expand(-1, -1, 3, -1) for x in (q, k))
+    errors = run_kernel((q, k, *rest), 0.3, device)
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("decay", DECAYS)
 def test_kernel_normaliser(decay, device):
     """V = 1 with bfloat16 queries and float32 values, as the normaliser calls it."""
     from edgelin.recurrences.linear import kernel

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+from edgelin.recurrences.delta.kernel_inverse import unit_lower_inverse
 from edgelin.recurrences.launches import Choice, choose
 
 C = tl.constexpr(CHUNK)
@@ -125,12 +126,7 @@ def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     lower = tl.where(i > j, strength[:, None] * decay_matrix(sums) * gram, 0.0)
-    x = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), lower, 0.0)
-    for level in range(1, 6):
-        same_pair = (i >> (level + 1)) == (j >> (level + 1))
-        quarter = tl.where(same_pair & ((i >> level) > (j >> level)), lower, 0.0)
-        step = tl.dot(quarter, x, input_precision=INVERSE)
-        x -= tl.dot(x, step, input_precision=INVERSE)
+    x = unit_lower_inverse(-lower, INVERSE)
     put_tile(inverse, tl.where(i == j, 0.0, x), row, valid, 0, C, C)
     if HAS_G:
         # summed from the end: the last token of a chunk loses nothing
@@ -251,8 +247,8 @@ class Inputs(NamedTuple):
 
     @property
     def inverse_precision(self) -> str:
-        """Three tf32 products on tensor cores are exact enough beside bfloat16 inputs."""
-        return "ieee" if self.v.dtype == torch.float32 else "tf32x3"
+        """Three products of bfloat16 parts are exact enough beside bfloat16 inputs."""
+        return "ieee" if self.v.dtype == torch.float32 or not self.v.is_cuda else "bf16x3"
 
 
 class Carried(NamedTuple):

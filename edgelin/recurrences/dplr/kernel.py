@@ -45,12 +45,12 @@ from torch import Tensor
 
 from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import C, chunk_rows, put_tile, state_cells, tile
+from edgelin.recurrences.delta.kernel_inverse import unit_lower_inverse
 from edgelin.recurrences.dplr.kernel_decays import (
     far_products,
     log_decays,
     near_products,
     times,
-    unit_lower_inverse,
 )
 from edgelin.recurrences.launches import Choice, choose
 from edgelin.recurrences.linear.kernel_decays import (
@@ -260,6 +260,7 @@ class Inputs(NamedTuple):
         keeps both operands in registers.
         """
         key, value = self.sizes
+        batch, _, heads, _ = self.v.shape
         full = self.v.dtype == torch.float32
         least, part = (16, 32) if full else (64, 64)
         whole = max(least, triton.next_power_of_2(key))
@@ -273,7 +274,8 @@ class Inputs(NamedTuple):
         }
         if full:
             return rule
-        return choose(f"{'kda' if self.tied else 'dplr'} {kernel} {key}x{value}", rule)
+        few = " few" if serial and batch * heads < 64 else ""  # rows passed through in parallel
+        return choose(f"{'kda' if self.tied else 'dplr'} {kernel} {key}x{value}{few}", rule)
 
     @property
     def masks(self) -> dict[str, Any]:

@@ -16,13 +16,8 @@ import triton
 import triton.language as tl
 
 from edgelin.recurrences.delta.kernel import C, state_cells, tile
-from edgelin.recurrences.dplr.kernel_decays import (
-    LEVELS,
-    interval,
-    paired,
-    read_interval,
-    times,
-)
+from edgelin.recurrences.delta.kernel_inverse import LEVELS, paired
+from edgelin.recurrences.dplr.kernel_decays import interval, read_interval, times
 from edgelin.recurrences.linear.kernel_decays import _sums, from_middle
 
 
@@ -91,18 +86,19 @@ def near_right(to_b, to_k, ab, ak, qb, qk, queries, reads, adds, keys, steps, i,
     near = up if TIED else tl.exp(sums - steps)
     second = tl.exp(second)[None, :]
     queries, reads = times(queries, up), times(reads, near)
-    to_b *= second
     adds = times(adds, down).to(tl.float32)
+    to_b *= second
     share = to_b * adds
-    to_b = tl.dot(qb, queries, to_b, input_precision="ieee")
-    to_b = tl.dot(ab, reads, to_b, input_precision="ieee")
+    # Sums of their own: added onto what `share` is made of, Triton 3.6 lets them into it (Hopper).
+    part = tl.dot(qb, queries, input_precision="ieee")
+    to_b += tl.dot(ab, reads, part, input_precision="ieee")
     decay = to_b * adds
     if not TIED:
-        to_k *= second
         keys = times(keys, down).to(tl.float32)
+        to_k *= second
         share += to_k * keys
-        to_k = tl.dot(qk, queries, to_k, input_precision="ieee")
-        to_k = tl.dot(ak, reads, to_k, input_precision="ieee")
+        part = tl.dot(qk, queries, input_precision="ieee")
+        to_k += tl.dot(ak, reads, part, input_precision="ieee")
         decay += to_k * keys
     # what goes through the state after the chunk also holds the decays up to its end
     decay = tl.sum(share, axis=0)[None, :] - _sums(i <= j, decay, PT, PARTS)

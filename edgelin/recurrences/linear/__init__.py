@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from edgelin.recurrences import widths
 from edgelin.recurrences.lengths import masked
@@ -93,11 +94,25 @@ def linear(
         o = (o + own * v).to(v.dtype)
     if normalizer is None:
         return o, state
-    ones = torch.ones((*k.shape[:3], 1), dtype=normalizer.dtype, device=k.device)
-    sums, z = _within_widths(run, q, k, ones, g, normalizer[..., None])
+    ones, z = _one_column(q, k, normalizer)
+    sums, z = _within_widths(run, q, k, ones, g, z)
+    sums = sums[..., :1]
     if floor is not None:
         sums = torch.maximum(sums.abs(), floor[..., None])
     return (o / (sums + eps)).to(v.dtype), state, z[..., 0]
+
+
+def _one_column(q: Tensor, k: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and state of the normaliser: one column, and where kernels need it zeros beside.
+
+    On a GPU float32 products of bfloat16 keys would leave the tensor cores idle; z stays float32.
+    """
+    half = q.is_cuda and q.dtype == k.dtype == torch.bfloat16
+    width = widths.WIDTH if half else 1
+    ones = torch.zeros((*k.shape[:3], width), dtype=k.dtype if half else normalizer.dtype,
+                       device=k.device)  # fmt: skip
+    ones[..., 0] = 1
+    return ones, F.pad(normalizer[..., None], (0, width - 1))
 
 
 def _within_widths(

@@ -19,7 +19,7 @@ from edgelin.recurrences.linear import kernel_by_key, kernel_passes
 from edgelin.recurrences.linear.kernel_decays import HEAD, KEY, NONE
 
 SEGMENT = 512  # shortest segment in tokens: below, passing states costs more than it gains
-PROGRAMS = 1024  # programs that fill a large GPU; more segments than that take are not made
+PROGRAMS = 256  # programs that fill a large GPU; more segments than that take are not made
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Split(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """The state before each segment, backwards its gradient after it: where one is, and a factor."""
+    """The state before each segment, backwards its gradient after it, and a factor of it."""
 
     h: Tensor
     strides: tuple[int, int, int, int, int]  # of batch and head, segment, X, Y; to the next state
@@ -100,7 +100,8 @@ class Walk:
     """The passes of one call over its segments.
 
     Args:
-        tensors: q, k ``[B, T, H, K]``, v and backwards do ``[B, T, H, V]``, contiguous, by name.
+        tensors: q, k ``[B, T, H, K]``, v and backwards do ``[B, T, H, V]``, contiguous, by name;
+            q and k of one head serve all.
         g: Log decay ``[B, T, H]``, ``[B, T, H, K]`` or None, contiguous.
         scale: Factor of the output; backwards it multiplies what a pass adds to the state too.
     """
@@ -109,14 +110,11 @@ class Walk:
         self.tensors, self.g, self.scale = tensors, g, scale
         self.half = all(x.dtype == torch.bfloat16 for x in tensors.values())
         q = tensors["q"]
-        self.batch, self.time, self.heads, self.key = q.shape
+        self.batch, self.time, self.heads = tensors["v"].shape[:3]
+        self.key, self.key_heads = q.shape[3], q.shape[2]
         self.mode = NONE if g is None else HEAD if g.dim() == 3 else KEY
         self.block_t = 64 if self.half else 16
-        plan = {"SEGMENT": SEGMENT}
-        if self.half:
-            widths = f"{tensors['v'].shape[3]}x{self.key}"
-            plan = choose(f"linear {_NAMES[self.mode.value]} plan {widths}", plan)
-        segments = self.time // plan["SEGMENT"]
+        segments = self.time // SEGMENT
         segments = max(1, min(segments, -(-PROGRAMS // (self.batch * self.heads))))
         self.chunks = triton.cdiv(triton.cdiv(self.time, self.block_t), segments)
         self.segments = triton.cdiv(self.time, self.chunks * self.block_t)
@@ -208,11 +206,12 @@ class Walk:
         grid = (self.batch * self.heads, self.segments, tiles)
         warps = {name: chosen[name] for name in ("num_warps", "num_stages")}
         sizes = {"H": self.heads, "X": width_x, "Y": width_y, "BX": block_x, "BY": block_y}
+        heads = {"HY": self.key_heads}
         dtypes, g = self._dtypes, x if self.g is None else self.g
         if not self.by_key:
             kernel_passes.segment[grid](
                 self._near(kind.x), self._near(kind.y), g, *self._halves(kind.reverse), h, total,
-                self.time, self.chunks, **sizes, BT=self.block_t, MODE=self.mode,
+                self.time, self.chunks, **sizes, **heads, BT=self.block_t, MODE=self.mode,
                 REV=kind.reverse, DT=dtypes["DT"], WIDE=self._wide, **warps,
             )  # fmt: skip
         if self.mode == KEY:
@@ -233,7 +232,8 @@ class Walk:
             starts: From :meth:`starts`, in its direction.
             weights: For the decay's gradient, float32: dq leaves q dq there and dk makes the
                 gradient of it, ``[B, T, H, K]`` or, with a decay a head, ``[blocks, B, T, H]``.
-            ends: For dk with weights, the states before the segments, or the last one if that is all.
+            ends: For dk with weights, ``h`` of the states before the segments; if there is one
+                segment, the last state.
 
         Returns:
             The result, with the width of x (outer: y), and the state after the pass
@@ -241,7 +241,8 @@ class Walk:
         """
         x, y = self.tensors[kind.x], self.tensors[kind.y]
         like = x if kind.inner else y
-        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        rows = (self.batch, self.time, self.heads, like.shape[3])
+        out = torch.empty(rows, dtype=like.dtype, device=like.device)
         shape = (self.batch, self.heads, y.shape[3], x.shape[3])
         final = torch.empty(shape, dtype=torch.float32, device=like.device)
         ends = starts.h if ends is None else ends
@@ -263,7 +264,7 @@ class Walk:
             self._near(kind.m) if weights is not None else out, out if weights is None else weights,
             self.time, self.chunks, starts.scale, self.scale, *starts.strides,
             self.batch * self.time * self.heads, **self._blocks(kind, chosen["BLOCK"]),
-            BT=self.block_t, MODE=self.mode, INNER=kind.inner, REV=kind.reverse,
+            HY=self.key_heads, BT=self.block_t, MODE=self.mode, INNER=kind.inner, REV=kind.reverse,
             WEIGH=weights is not None, WIDE=self._wide, **self._dtypes,
             num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
         )  # fmt: skip
@@ -298,10 +299,19 @@ class Walk:
         return self.batch * self.heads, self.segments, triton.cdiv(width, block)
 
 
+def inputs_of(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a :class:`Walk`: queries and keys expanded from one head are taken once."""
+    if q.stride(2) == k.stride(2) == 0 and (g is None or g.dim() == 3):
+        q, k = q[:, :, :1], k[:, :, :1]
+    tensors = {"q": q, "k": k, "v": v} | ({} if do is None else {"do": do})
+    return {name: x.contiguous() for name, x in tensors.items()}
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The recurrence on a GPU: shapes as in ``chunked.forward``, K and V up to 256, scale > 0."""
-    tensors = {name: x.contiguous() for name, x in (("q", q), ("k", k), ("v", v))}
-    walk = Walk(tensors, None if g is None else g.contiguous(), scale)
+    walk = Walk(inputs_of(q, k, v, g), None if g is None else g.contiguous(), scale)
     return walk.attend(OUTPUT, walk.starts(OUTPUT, state.contiguous()))

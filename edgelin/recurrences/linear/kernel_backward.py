@@ -44,9 +44,9 @@ def backward(
     Returns:
         dq, dk, dv, dg (float32; empty without g), and the gradient of the initial state.
     """
-    inputs = (("q", q), ("k", k), ("v", v), ("do", do))
-    tensors = {name: x.contiguous() for name, x in inputs}
-    walk = kernel.Walk(tensors, None if g is None else g.contiguous(), scale)
+    walk = kernel.Walk(
+        kernel.inputs_of(q, k, v, g, do), None if g is None else g.contiguous(), scale
+    )
     weights = _weights(walk)
     before = walk.starts(kernel.DQ, state.contiguous())
     after = walk.starts(kernel.DK, dstate.contiguous())
@@ -61,12 +61,12 @@ def backward(
 
 
 def _weights(walk: kernel.Walk) -> Tensor | None:
-    """Where the passes leave the decay's gradient, with a decay a head a part for each block of K."""
+    """Where the passes leave dg; with a decay a head, a part of it for each block of K."""
     if walk.g is None:
         return None
-    q, v = walk.tensors["q"], walk.tensors["v"]
-    shape = [*q.shape] if walk.g.dim() == 4 else [*q.shape[:3]]
+    shape = [*walk.g.shape]
     if walk.g.dim() == 3:
-        chosen = kernel.launch_of(kernel.DQ.name, walk.mode, walk.half, v.shape[3], q.shape[3])
-        shape = [triton.cdiv(q.shape[3], chosen["BLOCK"]), *shape]
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
+        value = walk.tensors["v"].shape[3]
+        chosen = kernel.launch_of(kernel.DQ.name, walk.mode, walk.half, value, walk.key)
+        shape = [triton.cdiv(walk.key, chosen["BLOCK"]), *shape]
+    return torch.empty(shape, dtype=torch.float32, device=walk.g.device)

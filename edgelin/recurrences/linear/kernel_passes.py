@@ -11,12 +11,12 @@ One kernel serves the output and all gradients. With rows y (width Y, the side t
     outer (a along X): out_i = sum_j (a_i . x_j) exp(G_i - G_j) y_j    dq, and dk backwards in time
 
 where j <= i, or j >= i backwards with exp(G_j - G_i). Backwards, the state is the gradient of the
-one after a token.
+one after a token. Queries and keys, the rows along Y, may be one head's for all (HY = 1).
 
 A decay a head is applied to scores and rows. A decay a key is taken out beforehand: `split` writes
 q exp(G_i - G_m) and k exp(G_m - G_j), m the middle of the chunk, and between these rows there is no
-decay but that of the state over half chunks, which a pass applies where chunks meet. A segment where
-some key decays too fast for that is marked, left out here, and done by ``kernel_by_key.py``.
+decay but that of the state over half chunks, which a pass applies where chunks meet. A segment
+where some key decays too fast for that is marked, left out here, and done by ``kernel_by_key.py``.
 
 The gradient of the decay needs no sum over all of time: at the end of a segment it is the product
 of the state there and the state's gradient, S . dS, and within one
@@ -74,7 +74,7 @@ def split(
 
 @triton.jit
 def _halves(p, i_bh, n, o_y, T, Y: tl.constexpr, BT: tl.constexpr):
-    """The log decay `[BY]` of a key over the half of chunk ``n``; zero for chunks behind the end."""
+    """Log decays `[BY]` of keys over half of chunk ``n``; zero for chunks behind the end."""
     chunks = tl.cdiv(T, BT)
     return tl.load(p + (i_bh.to(tl.int64) * chunks + n) * Y + o_y, mask=(o_y < Y) & (n < chunks),
                    other=0.0)  # fmt: skip
@@ -99,7 +99,7 @@ def _differences(sums, WIDE: tl.constexpr, REV: tl.constexpr):
 
 @triton.jit
 def _head_decays(g, token, o_t, live, H: tl.constexpr, REV: tl.constexpr, WIDE: tl.constexpr):
-    """A head's G `[BT]`, what a row reads the state by, what it is added by, and the whole decay."""
+    """G `[BT]` of a head, factors of what a row reads and adds, and the decay of the whole."""
     steps = tl.maximum(tl.load(g + token + o_t * H, mask=live, other=0.0).to(tl.float32), FLOOR)
     sums = tl.cumsum(steps.to(WIDE), axis=0)
     total = tl.sum(steps.to(WIDE), axis=0)
@@ -129,7 +129,7 @@ def _decay_gradient(p, weight, g, carry, live, H: tl.constexpr, REV: tl.constexp
 def attend(
     a, x, y, g, enter, leave, far, h, ends, out, final, m, w, T, chunks, h_scale, out_scale,
     s_b, s_s, s_x, s_y, s_e, s_w,
-    H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
+    H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
     MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr, WEIGH: tl.constexpr,
     DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
@@ -168,10 +168,11 @@ def attend(
         n = i_s * chunks + (chunks - 1 - c if REV else c)
         live = n * BT + o_t < T
         token = (b.to(tl.int64) * T + n * BT) * H + i_h
+        shared = token if H == HY else token // H
         b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
-        b_y = load_rows(y + token * Y, o_t, o_y, live, H, Y).to(DT)
+        b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
         if INNER:
-            b_a = load_rows(a + token * Y, o_t, o_y, live, H, Y).to(DT)
+            b_a = load_rows(a + shared * Y, o_t, o_y, live, HY, Y).to(DT)
             acc = tl.dot(b_a, tl.trans(state.to(DT)), input_precision="ieee")
             scores = tl.dot(b_a, tl.trans(b_y), input_precision="ieee")
         else:
@@ -202,7 +203,7 @@ def attend(
         elif not WEIGH:
             store_rows(out + token * Y, acc, o_t, o_y, live, H, Y)
         else:
-            weight = acc * load_rows(m + token * Y, o_t, o_y, live, H, Y).to(tl.float32)
+            weight = acc * load_rows(m + shared * Y, o_t, o_y, live, HY, Y).to(tl.float32)
             if MODE == HEAD:
                 p_w = w + i_o.to(tl.int64) * s_w + token + o_t * H
                 weight = tl.sum(weight, axis=1)
@@ -229,7 +230,7 @@ def attend(
 @triton.jit
 def segment(
     x, y, g, enter, leave, far, h, total, T, chunks,
-    H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
+    H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
     MODE: tl.constexpr, REV: tl.constexpr, DT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -250,8 +251,9 @@ def segment(
         n = i_s * chunks + (chunks - 1 - c if REV else c)
         live = n * BT + o_t < T
         token = (b.to(tl.int64) * T + n * BT) * H + i_h
+        shared = token if H == HY else token // H
         b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
-        b_y = load_rows(y + token * Y, o_t, o_y, live, H, Y).to(DT)
+        b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
         if MODE == HEAD:
             _, _, adds, whole = _head_decays(g, token, o_t, live, H, REV, WIDE)
             b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
