@@ -47,6 +47,8 @@ def row(line: Line) -> str:
     for name, values in zip(line["sides"], zip(*line["rounds"], strict=True), strict=False):
         middle, low, high = statistics.median(values), min(values), max(values)
         sides.append(f"{name}: {middle:.3g} ({low:.3g} to {high:.3g})")
+    if "nodes" in line["details"]:
+        sides.append(f"{line['details']['nodes']} nodes in the graph")
     cells = [
         line["text"],
         f"{sign} {line['bar']:g}",
