@@ -253,7 +253,7 @@ class _Export:
         path.parent.mkdir(exist_ok=True)
         written = [str(p.relative_to(self.folder).as_posix()) for p in store.save(graph, path)]
         _forget_weights(graph)
-        operator = {"operator": "MatMul" if portable else "MatMulNBits"}
+        operator = {"operator": "DequantizeLinear" if portable else "MatMulNBits"}
         record = None if recipe is None else {**recipe.as_dict(), **operator}
         return _Built(
             Variant(written[0], file_records(self.folder, written), record),

@@ -72,7 +72,7 @@ class _Shards:
 
     def place(self, tensor: ir.TensorProtocol) -> tuple[str, int, int]:
         """File, offset and length of the bytes of a tensor, written unless they stand there."""
-        raw = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
+        raw = _bytes(tensor)
         key = hashlib.sha256(raw).digest()
         if key not in self._places:
             step = _PAGE if len(raw) >= _PAGE else _ALIGNMENT
@@ -105,6 +105,13 @@ def external_tensors(path: Path) -> Iterator[tuple[str, int, int]]:
 def _is_large(value: ir.Value) -> bool:
     """Whether an initializer goes into the data file; overridable ones stay in the graph."""
     return not value.is_graph_input() and _tensor(value).nbytes >= _INLINE_BELOW
+
+
+def _bytes(tensor: ir.TensorProtocol) -> memoryview:
+    """The bytes of a tensor as they are stored; numpy would give each 4-bit number a byte."""
+    if tensor.dtype.bitwidth < 8:
+        return memoryview(tensor.tobytes())
+    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
 
 
 def _tensor(value: ir.Value) -> ir.TensorProtocol:

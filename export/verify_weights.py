@@ -107,10 +107,11 @@ def _wrong(
 ) -> Iterator[str]:
     """Names of the parameters that the graph holds with other values, or not at all."""
     seen = set()
-    for stored in _all_stored(model, weights):
-        seen.add(stored.name)
-        if not _is_rounding(stored, weights.get(stored.name), most_codes):
-            yield stored.name
+    for node in model.graph:
+        for stored in _stored(node, weights):
+            seen.add(stored.name)
+            if not _is_rounding(stored, weights.get(stored.name), most_codes):
+                yield stored.name
     constants = [_content(value) for value in model.graph.initializers.values()]
     for name, value in model.graph.initializers.items():
         if name not in weights:
@@ -152,27 +153,11 @@ class _Stored:
     block_size: int
 
 
-def _all_stored(model: ir.Model, weights: dict[str, Array]) -> Iterator[_Stored]:
-    """The rounded matrices of a graph."""
-    for node in model.graph:
-        yield from _stored(node, weights)
-    constants = model.graph.initializers
-    for name, value in constants.items():
-        stem = next((known for known in _stems(name) if known in weights and known != name), None)
-        if stem is None or any(use.node.op_type in _PLACES for use in value.uses()):
-            continue
-        # Of a portable graph, where standard operators read the codes.
-        scales, zeros = _content(constants.get(f"{stem}_scales")), f"{stem}_zero_points"
-        bits, width = 4 if "_q4" in name.removeprefix(stem) else 8, weights[stem].shape[-1]
-        blocks = scales.shape[-1] if scales.ndim else 0
-        sizes = (1 << power for power in range(1, 13))
-        size = next((size for size in sizes if -(-width // size) == blocks), 0)
-        found = _content(constants[zeros]) if zeros in constants else None
-        yield _Stored(stem, _content(value), scales, found, bits, size)
-
-
 def _stored(node: ir.Node, weights: dict[str, Array]) -> Iterator[_Stored]:
     """The rounded matrices that a node reads."""
+    if node.op_type == "DequantizeLinear":
+        yield from _portable(node)
+        return
     attributes = node.attributes
     bits = attributes.get_int("bits", attributes.get_int("expert_weight_bits", 0))
     for places in _PLACES.get(node.op_type, ()):
@@ -188,6 +173,36 @@ def _stored(node: ir.Node, weights: dict[str, Array]) -> Iterator[_Stored]:
         )
 
 
+def _portable(node: ir.Node) -> Iterator[_Stored]:
+    """The matrix that a DequantizeLinear reads, or rows that were looked up in it."""
+    sources = [_looked_up(value) for value in node.inputs]
+    name = sources[0].name or "" if sources[0] is not None else ""
+    stem, mark, bits = name.rpartition("_dq")
+    if not mark:
+        return
+    turned = node.attributes.get_int("axis", 1) == 0
+    codes, scales, *rest = (_content(v).T if turned else _content(v) for v in sources)
+    middle = 0 if rest else 1 << (int(bits) - 1)
+    packed = [_pack(cells.astype(np.int16) + middle, int(bits)) for cells in (codes, *rest)]
+    zeros = packed[1] if rest else None
+    size = node.attributes.get_int("block_size", 0)
+    yield _Stored(stem, packed[0], scales, zeros, int(bits), size)
+
+
+def _looked_up(value: ir.Value | None) -> ir.Value | None:
+    """The matrix of which a value is rows; the value itself if it is none."""
+    node = value.producer() if value is not None else None
+    return node.inputs[0] if node is not None and node.op_type == "Gather" else value
+
+
+def _pack(cells: Array, bits: int) -> Array:
+    """`[N, cells]` to `[N, bytes]`, as MatMulNBits has them."""
+    if bits == 8:
+        return cells.astype(np.uint8)
+    cells = np.pad(cells, ((0, 0), (0, cells.shape[1] % 2)))
+    return (cells[:, 0::2] | (cells[:, 1::2] << 4)).astype(np.uint8)
+
+
 def _stems(name: str) -> list[str]:
     """What the name of codes, ``<parameter>_q<bits>`` and perhaps ``_rows``, may come from."""
     return [name.removesuffix("_rows").removesuffix(end) for end in ("_q4", "_q8")]
@@ -196,10 +211,11 @@ def _stems(name: str) -> list[str]:
 def rounded_weights(graph: Path, weights: dict[str, Array]) -> dict[str, Array]:
     """What the quantised matrices of a graph stand for, by parameter, once they were checked."""
     found = {}
-    for stored in _all_stored(ir.load(graph), weights):
-        values = _values(stored, weights[stored.name].shape)
-        if values is not None:
-            found[stored.name] = values.reshape(weights[stored.name].shape)
+    for node in ir.load(graph).graph:
+        for stored in _stored(node, weights):
+            values = _values(stored, weights[stored.name].shape)
+            if values is not None:
+                found[stored.name] = values.reshape(weights[stored.name].shape)
     return found
 
 

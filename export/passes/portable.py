@@ -1,24 +1,30 @@
 """Rounded matrices in standard operators: for runtimes without a kernel for MatMulNBits.
 
-    W[n, k] = scale[n, k // block] * (q[n, k] - zero[n, k // block]);  y = x W^T
+    W[k, n] = scale[k // block, n] * (q[k, n] - zero[k // block, n]);  y = x W
 
-MatMulNBits becomes MatMul by W, GatherBlockQuantized the same arithmetic on the rows that were
-looked up. W is computed from constants by operators that every runtime folds when it loads a graph,
-so that a step costs what one of a float graph costs, with the download of a rounded one.
-Activations stay float: chunks equal steps, and all machines agree as they do on a float graph.
-onnxruntime's WASM build takes a MatMulNBits apart at every token, which is about ten times as slow;
-its int8 products cost 1.4 times the float ones.
+MatMulNBits becomes MatMul by a DequantizeLinear of constants, GatherBlockQuantized the same
+arithmetic on the rows that were looked up. With the session option ``disable_quant_qdq``,
+onnxruntime computes W when it loads the graph: a step then costs what one of a float graph costs,
+the file has the size of a rounded one, and activations stay float, so that chunks equal steps and
+all machines agree as they do on a float graph. Its WASM build takes a MatMulNBits apart at every
+token, about ten times as slow; int8 products there cost 1.4 times the float ones.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from edgelin.errors import EdgelinError
 from edgelin.export.passes.edit import add_constant, constant, drop_unused, replace
 
 _VENDOR = "com.microsoft"
+
+Codes = npt.NDArray[np.uint8]
 
 
 def make_portable(model: ir.Model) -> bool:
@@ -27,129 +33,106 @@ def make_portable(model: ir.Model) -> bool:
     Raises:
         EdgelinError: The graph has rounded experts, whose product no standard operator computes.
     """
-    changed, weights = False, _Weights(model)
-    for node in list(model.graph):
-        if node.domain != _VENDOR:
-            continue
-        if node.op_type == "QMoE":
-            raise EdgelinError("layers of experts have no portable form; leave --portable out")
+    nodes = [node for node in model.graph if node.domain == _VENDOR]
+    if any(node.op_type == "QMoE" for node in nodes):
+        raise EdgelinError("layers of experts have no portable form; leave --portable out")
+    looked_up = {_name(node.inputs[0]) for node in nodes if node.op_type == "GatherBlockQuantized"}
+    changed = False
+    for node in nodes:
         if node.op_type == "MatMulNBits":
-            weights.product(node)
+            stem = _name(node.inputs[1])
+            tied = any(name.removesuffix("_rows") == stem for name in looked_up)
+            _product(model, node, tied=tied)
             changed = True
         elif node.op_type == "GatherBlockQuantized":
-            weights.lookup(node)
+            _lookup(model, node)
             changed = True
     drop_unused(model)
     return changed
 
 
-class _Weights:
-    """The nodes of one graph that compute weights; a matrix that is read twice is computed once."""
+def _product(model: ir.Model, node: ir.Node, *, tied: bool) -> None:
+    """MatMulNBits becomes MatMul, and an Add where it has a bias.
 
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
-        self._computed: dict[str, ir.Value] = {}
-
-    def product(self, node: ir.Node) -> None:
-        """MatMulNBits becomes MatMul, and an Add where it has a bias."""
-        x, codes = node.inputs[:2]
-        bias = node.inputs[5] if len(node.inputs) > 5 else None
-        name = codes.name or "" if codes is not None else ""
-        new: list[ir.Node] = []
-        if name not in self._computed:
-            new += self._matrix(node)
-            self._computed[name] = new[-1].outputs[0]
-        new.append(ir.node("MatMul", [x, self._computed[name]]))
-        if bias is not None:
-            new.append(ir.node("Add", [new[-1].outputs[0], bias]))
-        replace(self.model, node, new, new[-1].outputs)
-
-    def lookup(self, node: ir.Node) -> None:
-        """GatherBlockQuantized becomes Gather of codes and scales, and their product."""
-        codes, indices, scales, *zeros = node.inputs
-        bits, size = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size", 0)
-        rows = constant(codes)
-        assert rows is not None
-        width = rows.shape[1] * 8 // bits
-        nodes = _Nodes(self.model)
-        found = nodes.add("Gather", codes, indices)
-        scale = nodes.add("Gather", scales, indices)
-        zero = nodes.add("Gather", zeros[0], indices) if zeros and zeros[0] is not None else None
-        nodes.values(nodes.cells(found, bits, rank=3), scale, zero, (bits, size, width), rank=3)
-        replace(self.model, node, nodes.made, nodes.made[-1].outputs)
-
-    def _matrix(self, node: ir.Node) -> list[ir.Node]:
-        """Nodes that compute W^T `[K, N]` of a MatMulNBits; the last one gives it."""
-        codes, scales = node.inputs[1:3]
-        zeros = node.inputs[3] if len(node.inputs) > 3 else None
-        bits, size, width = (node.attributes.get_int(key, 0) for key in ("bits", "block_size", "K"))
-        nodes = _Nodes(self.model)
-        flat = nodes.add("Reshape", codes, nodes.integers("rows_and_the_rest", [0, -1]))
-        cells = nodes.cells(flat, bits, rank=2)
-        nodes.values(cells, scales, zeros, (bits, size, width), rank=2)
-        nodes.add("Transpose", nodes.made[-1].outputs[0], perm=[1, 0])
-        return nodes.made
+    A matrix that rows are also looked up in is stored as these rows, and turned when it is loaded.
+    """
+    inputs = [*node.inputs, *[None] * 6][:6]
+    x, codes, scales, zeros, _, bias = inputs
+    bits, size, width = (node.attributes.get_int(key, 0) for key in ("bits", "block_size", "K"))
+    stem = _stem(_name(codes))
+    rows = _cells(_array(codes), bits)[:, :width]
+    parts = _parts(rows, _array(scales), None if zeros is None else _array(zeros), bits)
+    turned = parts if tied else [np.ascontiguousarray(part.T) for part in parts]
+    stored = _store(model, stem, turned, bits)
+    weight = ir.node("DequantizeLinear", stored, attributes={"axis": int(tied), "block_size": size})
+    new = [weight]
+    if tied:
+        new.append(ir.node("Transpose", [weight.outputs[0]], attributes={"perm": [1, 0]}))
+    new.append(ir.node("MatMul", [x, new[-1].outputs[0]]))
+    if bias is not None:
+        new.append(ir.node("Add", [new[-1].outputs[0], bias]))
+    replace(model, node, new, new[-1].outputs)
 
 
-class _Nodes:
-    """New nodes in order."""
+def _lookup(model: ir.Model, node: ir.Node) -> None:
+    """GatherBlockQuantized becomes Gather of codes and scales, and DequantizeLinear of these."""
+    codes, indices, scales, *zeros = node.inputs
+    bits, size = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size", 0)
+    if bits != 8 or zeros:
+        raise EdgelinError(f"an embedding of {bits} bits has no portable form; choose int8 for it")
+    parts = _parts(_array(codes), _array(scales), None, bits)
+    stored = _store(model, _stem(_name(codes)), parts, bits)
+    found = [ir.node("Gather", [value, indices]) for value in stored]
+    product = ir.node(
+        "DequantizeLinear",
+        [one.outputs[0] for one in found],
+        attributes={"axis": 2, "block_size": size},
+    )
+    replace(model, node, [*found, product], product.outputs)
 
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
-        self.made: list[ir.Node] = []
 
-    def add(self, op_type: str, *inputs: ir.Value | None, **attributes: object) -> ir.Value:
-        """Append a node of one output."""
-        self.made.append(ir.node(op_type, inputs, attributes=attributes))  # type: ignore[arg-type]
-        return self.made[-1].outputs[0]
+def _parts(
+    rows: Codes, scales: npt.NDArray[Any], zeros: Codes | None, bits: int
+) -> list[npt.NDArray[Any]]:
+    """Codes `[N, K]`, scales `[N, blocks]` and zero points, in the types of DequantizeLinear."""
+    scales = scales.reshape(len(rows), -1).astype(np.float32)
+    if zeros is not None:
+        cells = _cells(zeros, bits)[:, : scales.shape[1]]
+        return [rows.astype(_UNSIGNED[bits]), scales, cells.astype(_UNSIGNED[bits])]
+    middle = 1 << (bits - 1)
+    return [(rows.astype(np.int16) - middle).astype(_SIGNED[bits]), scales]
 
-    def integers(self, name: str, values: list[int]) -> ir.Value:
-        """A constant of shapes and indices."""
-        return add_constant(self.model, f"portable_{name}", np.array(values, np.int64))
 
-    def number(self, value: int, dtype: type[np.generic]) -> ir.Value:
-        """A scalar constant."""
-        name = f"portable_{np.dtype(dtype).name}_{value}"
-        return add_constant(self.model, name, np.array(value, dtype))
+_SIGNED: dict[int, Any] = {4: ml_dtypes.int4, 8: np.int8}
+_UNSIGNED: dict[int, Any] = {4: ml_dtypes.uint4, 8: np.uint8}
 
-    def cells(self, packed: ir.Value, bits: int, *, rank: int) -> ir.Value:
-        """One code a cell; of two in a byte the low half comes first."""
-        if bits == 8:
-            return packed
-        last = self.integers("last", [-1])
-        low = self.add("BitwiseAnd", packed, self.number(15, np.uint8))
-        high = self.add("BitShift", packed, self.number(4, np.uint8), direction="RIGHT")
-        halves = [self.add("Unsqueeze", half, last) for half in (low, high)]
-        both = self.add("Concat", *halves, axis=-1)
-        shape = self.integers(f"rank_{rank}", [0] * (rank - 1) + [-1])
-        return self.add("Reshape", both, shape)
 
-    def values(
-        self,
-        cells: ir.Value,
-        scales: ir.Value | None,
-        zeros: ir.Value | None,
-        sizes: tuple[int, int, int],
-        *,
-        rank: int,
-    ) -> ir.Value:
-        """``scale * (cell - zero)`` of the first ``width`` cells of the last axis.
+def _store(model: ir.Model, stem: str, parts: list[npt.NDArray[Any]], bits: int) -> list[ir.Value]:
+    """Initializers; their names are not those that a MatMulNBits reads."""
+    names = [f"{stem}_dq{bits}", f"{stem}_dq_scales", f"{stem}_dq_zero_points"]
+    return [add_constant(model, name, part) for name, part in zip(names, parts, strict=False)]
 
-        Args:
-            cells: uint8 `[..., cells]`.
-            scales: float32 `[..., blocks]`.
-            zeros: Packed zero points `[..., bytes]`; None: in the middle.
-            sizes: bits, block size and width.
-            rank: Number of axes.
-        """
-        bits, size, width = sizes
-        ends = [self.integers(f"at_{n}", [n]) for n in (0, width)]
-        axis = self.integers("last", [-1])
-        kept = self.add("Slice", cells, *ends, axis)
-        block_of = self.integers(f"blocks_{width}_{size}", [k // size for k in range(width)])
-        middle: ir.Value = self.number(1 << (bits - 1), np.float32)
-        if zeros is not None:
-            spread = self.add("Gather", self.cells(zeros, bits, rank=rank), block_of, axis=-1)
-            middle = self.add("Cast", spread, to=ir.DataType.FLOAT.value)
-        steps = self.add("Sub", self.add("Cast", kept, to=ir.DataType.FLOAT.value), middle)
-        return self.add("Mul", steps, self.add("Gather", scales, block_of, axis=-1))
+
+def _cells(packed: Codes, bits: int) -> Codes:
+    """`[N, bytes]` to one code a cell; for 4 bits the low half of a byte comes first."""
+    flat = packed.reshape(len(packed), -1)
+    if bits == 8:
+        return flat
+    return np.stack([flat & 15, flat >> 4], axis=-1).reshape(len(flat), -1)
+
+
+def _stem(name: str) -> str:
+    """Name of the parameter whose codes these are."""
+    return name.removesuffix("_rows").removesuffix("_q4").removesuffix("_q8")
+
+
+def _name(value: ir.Value | None) -> str:
+    """Name of a value."""
+    return "" if value is None else value.name or ""
+
+
+def _array(value: ir.Value | None) -> npt.NDArray[Any]:
+    """Content of a constant."""
+    found = constant(value)
+    assert found is not None
+    return found

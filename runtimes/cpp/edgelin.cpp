@@ -1120,6 +1120,8 @@ std::shared_ptr<Bundle> load(const char* folder, const edgelin_options& options)
   session.SetInterOpNumThreads(1);
   session.SetLogSeverityLevel(4);
   session.AddConfigEntry("session.force_spinning_stop", "1");  // no core burns between calls
+  // Rounded weights in standard operators become float ones at once, not again at every step.
+  session.AddConfigEntry("session.disable_quant_qdq", "1");
   const fs::path graph = inside(bundle->folder, variant.at("file"));
   try {
     bundle->session = Ort::Session(env, graph.c_str(), session);

@@ -156,6 +156,8 @@ def open_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     # Plans and pools of memory for every length of a call would be kept, and make no call faster.
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    # Rounded weights in standard operators become float ones at once, not again at every step.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     if not prepack:
         options.add_session_config_entry("session.disable_prepacking", "1")
     try:

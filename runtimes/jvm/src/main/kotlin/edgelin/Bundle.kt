@@ -83,6 +83,8 @@ class Bundle(val folder: File, variant: String? = null, threads: Int = 0, tested
                 options.setInterOpNumThreads(1)
                 options.setSessionLogLevel(OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL)
                 options.addConfigEntry("session.force_spinning_stop", "1") // no core burns between calls
+                // Rounded weights in standard operators become float ones at once, not at every step.
+                options.addConfigEntry("session.disable_quant_qdq", "1")
                 environment.createSession(graph.path, options)
             }
         } catch (error: OrtException) {
