@@ -29,7 +29,6 @@ export async function load(folder: string, options: LoadOptions = {}): Promise<B
     options: {
       ...(options.threads ? { intraOpNumThreads: options.threads } : {}),
       logSeverityLevel: 4, // errors arrive as exceptions
-      extra: { session: { force_spinning_stop: "1" } }, // workers spin within a call only
     },
   });
   if ((options.selfTest ?? true) && GOLDEN in bundle.manifest.files) await selfTest(bundle);

@@ -12,6 +12,11 @@ export interface Ort {
   env: Env;
 }
 
+const SESSION = {
+  force_spinning_stop: "1", // workers spin within a call only
+  disable_quant_qdq: "1", // weights of a portable graph become float ones when it is loaded
+};
+
 export interface Opening {
   device: string;
   /** Which graph. */
@@ -35,7 +40,7 @@ export async function open(ort: Ort, files: Files, { device, variant, options, o
     .map(([path, data]) => ({ path: path.split("/").at(-1)!, data }));
   try {
     const model = withoutDefaults(contents.get(graph.file)!, optional);
-    const session = await ort.InferenceSession.create(model, { ...options, externalData });
+    const session = await ort.InferenceSession.create(model, { ...options, externalData, extra: { session: SESSION } });
     return new Bundle(manifest, name, { session, Tensor: ort.Tensor, device }, files);
   } catch (error) {
     throw new EdgelinError(`onnxruntime cannot load ${files.where}/${graph.file} (${device}): ${oneLine(error)}`);

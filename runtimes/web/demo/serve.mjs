@@ -1,4 +1,4 @@
-/** A static file server on 127.0.0.1 for the browser tests. */
+/** A static file server on 127.0.0.1, for the demo page and the browser tests. */
 
 import { createReadStream } from "node:fs";
 import { stat } from "node:fs/promises";
@@ -8,10 +8,10 @@ import { extname, join, normalize } from "node:path";
 const TYPES = { ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".json": "application/json", ".wasm": "application/wasm" };
 
 /** Serve folders under URL prefixes, such as `{"/golden/": "../golden"}`; gives `{ url, requests, close }`. */
-export async function serve(folders) {
+export async function serve(folders, port = 0) {
   const requests = [];
   const server = createServer(async (request, response) => {
-    const path = decodeURIComponent(new URL(request.url, "http://x").pathname);
+    const path = decodeURIComponent(new URL(request.url, "http://x").pathname).replace(/\/$/, "/index.html");
     requests.push(path);
     const prefix = Object.keys(folders).filter((key) => path.startsWith(key)).sort((a, b) => b.length - a.length)[0];
     const file = prefix && join(folders[prefix], normalize(`/${path.slice(prefix.length)}`));
@@ -20,7 +20,7 @@ export async function serve(folders) {
     response.writeHead(200, { "Content-Type": TYPES[extname(file)] ?? "application/octet-stream", "Content-Length": found.size });
     createReadStream(file).pipe(response);
   });
-  await new Promise((resolve) => server.listen(0, "127.0.0.1", resolve));
+  await new Promise((resolve) => server.listen(port, "127.0.0.1", resolve));
   const close = () => (server.closeAllConnections(), server.close());
   return { url: `http://127.0.0.1:${server.address().port}`, requests, close };
 }

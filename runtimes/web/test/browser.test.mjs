@@ -1,0 +1,183 @@
+/** The runner and the demo page in Debian's Chromium. */
+
+import assert from "node:assert/strict";
+import { mkdtemp, readFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { after, before, test } from "node:test";
+import { fileURLToPath } from "node:url";
+import { buildDemo } from "../demo/build.mjs";
+import { serve } from "../demo/serve.mjs";
+import { buildPage } from "./build.mjs";
+import { launch } from "./chromium.mjs";
+import { CASES } from "./golden.mjs";
+
+const GOLDEN = fileURLToPath(new URL("../../golden/", import.meta.url));
+let [server, browser] = [];
+
+before(async () => {
+  const folder = await mkdtemp(join(tmpdir(), "edgelin-"));
+  const [page, demo] = [join(folder, "page"), join(folder, "demo")];
+  await Promise.all([buildPage(page), buildDemo(demo)]);
+  server = await serve({ "/": demo, "/bundle/": join(GOLDEN, "portable", "bundle"), "/dist/": page, "/golden/": GOLDEN });
+  browser = await launch();
+});
+
+after(async () => {
+  await browser?.close();
+  server?.close();
+});
+
+/** A page with the test functions; errors of the page fail the test. */
+async function open(path = "/dist/", from = browser) {
+  const page = await from.newPage();
+  page.warnings = [];
+  page.on("console", (message) => page.warnings.push(message.text()));
+  page.on("pageerror", (error) => assert.fail(error));
+  await page.goto(server.url + path);
+  return page;
+}
+
+test("golden streams in WebAssembly, without cross-origin isolation", async () => {
+  const page = await open();
+  await page.waitForFunction(() => globalThis.edgelin);
+  assert.equal(await page.evaluate(() => crossOriginIsolated), false);
+  for (const [name, variant] of CASES) {
+    const device = await page.evaluate(([name, variant]) => edgelin.golden(`/golden/${name}`, variant), [name, variant]);
+    assert.equal(device, "wasm");
+  }
+  const slow = page.warnings.filter((text) => text.includes("MatMulNBits"));
+  assert.deepEqual(slow.map((text) => /variant (\w+)/.exec(text)[1]), ["model_q8", "model_q4"]);
+  assert.ok(server.requests.every((path) => !path.endsWith(".mjs")), "only the .wasm file is fetched from onnxruntime-web");
+  await page.close();
+});
+
+test("a golden stream in a worker", async () => {
+  const page = await open();
+  const device = await page.evaluate(async () => {
+    const worker = new Worker("/dist/page.js", { type: "module" });
+    const answered = new Promise((resolve) => (worker.onmessage = ({ data }) => resolve(data)));
+    worker.postMessage(["golden", "/golden/hybrid", "model"]);
+    return answered;
+  });
+  assert.equal(device, "wasm");
+  await page.close();
+});
+
+test("the self-test runs on the first load only, and states live in IndexedDB", async () => {
+  const page = await open();
+  await page.waitForFunction(() => globalThis.edgelin);
+  const bundle = "/golden/portable/bundle";
+  const loads = async () => {
+    const before = server.requests.filter((path) => path.endsWith("golden.json")).length;
+    await page.evaluate((bundle) => edgelin.load(bundle, { wasmFolder: "/dist/" }), bundle);
+    return server.requests.filter((path) => path.endsWith("golden.json")).length - before;
+  };
+  assert.deepEqual([await loads(), await loads()], [1, 0]);
+  const kept = await page.evaluate(async (bundle) => {
+    const stream = await (await edgelin.load(bundle, { wasmFolder: "/dist/" })).stream();
+    await stream.feed([5, 6, 7]);
+    const store = await edgelin.Store.open("states");
+    await store.put("one", await stream.save());
+    const wanted = await stream.feed([8]);
+    await stream.load(await store.get("one"));
+    const got = await stream.feed([8]);
+    return [await store.keys(), wanted.every((value, i) => value === got[i])];
+  }, bundle);
+  assert.deepEqual(kept, [["one"], true]);
+  await page.close();
+});
+
+test("WebGPU, on a software adapter", async () => {
+  const gpu = await launch({ gpu: true });
+  try {
+    const page = await open("/dist/", gpu);
+    await page.waitForFunction(() => globalThis.edgelin);
+    const device = await page.evaluate(() => edgelin.golden("/golden/fused", "model_q4", { device: "webgpu", selfTest: "never" }));
+    assert.equal(device, "webgpu");
+  } finally {
+    await gpu.close();
+  }
+});
+
+/** Write `tokens` tokens on the demo page, and give the whole text. */
+async function write(page, prompt, tokens) {
+  await page.getByLabel("Tokens", { exact: true }).fill(String(tokens));
+  await page.getByLabel("Write something").fill(prompt);
+  await page.getByRole("button", { name: "Write on" }).click();
+  await page.getByText("Done; it can go on.").waitFor();
+  return page.locator("#text").textContent();
+}
+
+test("demo page: write, save, reload, go on exactly", async () => {
+  const context = await browser.newContext({ viewport: { width: 390, height: 844 } });
+  const page = await open("/", context);
+  await page.getByText("The model is ready.").waitFor();
+  const first = await write(page, "The quiet river", 30);
+  assert.ok(first.startsWith("The quiet river") && first.length > 20, first);
+  const position = await page.locator("#position").textContent();
+  await page.getByRole("button", { name: "Save" }).click();
+  await page.getByText("Saved at position").waitFor();
+  const bytes = await page.locator("#state").textContent();
+  const wanted = await write(page, "", 30);
+  assert.equal(await page.locator("#state").textContent(), bytes);
+
+  await page.reload();
+  await page.getByText("The model is ready.").waitFor();
+  await page.getByRole("button", { name: "Restore" }).click();
+  await page.getByText("Restored").waitFor();
+  await page.waitForFunction((position) => document.querySelector("#position").textContent === position, position);
+  assert.equal(await page.locator("#text").textContent(), first);
+  assert.equal(await write(page, "", 30), wanted);
+  assert.match(await page.locator("#speed").textContent(), /^[1-9]/);
+  assert.match(await page.locator("#memory").textContent(), /^[1-9][0-9.]* MiB$/);
+  assert.match(await page.getByRole("img", { name: "Milliseconds a token" }).getAttribute("aria-label"), /from position/);
+  assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), 390, "nothing is wider than a phone");
+  await context.close();
+});
+
+test("demo page: pause, fork, a typed text while it writes, a downloaded and a foreign state", async () => {
+  const page = await open("/");
+  await page.getByText("The model is ready.").waitFor();
+  await page.getByLabel("Tokens", { exact: true }).fill("100000");
+  await page.getByLabel("Temperature").fill("0"); // a sampled text of this random model ends soon
+  await page.getByLabel("Write something").fill("The old mill");
+  await page.keyboard.press("Enter");
+  await page.waitForFunction(() => Number(document.querySelector("#position").textContent.replace(",", "")) > 60);
+  await page.getByLabel("Write something").fill(" Köln, naïve café!");
+  await page.keyboard.press("Enter");
+  await page.waitForFunction(() => document.querySelectorAll("#text .yours").length === 2);
+  await page.getByRole("button", { name: "Pause" }).click();
+  await page.getByText("Paused.").waitFor();
+  const before = await page.locator("#text").textContent();
+  assert.ok(before.includes(" Köln, naïve café!"));
+
+  await page.getByRole("button", { name: "Fork" }).click();
+  await page.getByRole("tab", { name: "Stream 2" }).waitFor();
+  const one = await write(page, "", 20);
+  await page.getByRole("tab", { name: "Stream 1" }).click();
+  assert.equal(await page.locator("#text").textContent(), before);
+  assert.equal(await write(page, "", 20), one);
+
+  const [download] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download state" }).click()]);
+  const state = await readFile(await download.path());
+  await page.getByLabel("State file").setInputFiles({ name: "mine.state", mimeType: "application/octet-stream", buffer: state });
+  await page.getByText("[state of mine.state]").waitFor();
+  const foreign = join(GOLDEN, "plain", "model.state");
+  await page.getByLabel("State file").setInputFiles(foreign);
+  await page.getByText("saved by another model").waitFor();
+  await page.close();
+});
+
+test("demo page: a picked bundle folder, and one that is none", async () => {
+  const page = await open("/");
+  await page.getByText("The model is ready.").waitFor();
+  await page.getByLabel("Bundle folder").setInputFiles(join(GOLDEN, "fused", "bundle"));
+  await page.waitForFunction(() => document.querySelector("#model").textContent.includes("model_q8"));
+  assert.ok((await write(page, "The", 5)).startsWith("The"));
+  await page.getByLabel("Bundle folder").setInputFiles(join(GOLDEN, "features", "bundle"));
+  await page.getByText("this bundle reads features").waitFor();
+  await page.getByLabel("Bundle folder").setInputFiles(join(GOLDEN, "fused", "bundle", "onnx"));
+  await page.getByText("there is no edgelin.json in the folder").waitFor();
+  await page.close();
+});
