@@ -202,8 +202,10 @@ def test_sessions_are_never_mixed_up(served: Serving, client: openai.OpenAI) -> 
     with pytest.raises(openai.NotFoundError, match="was dropped"):
         call("one")
     call("one", session_position=0)
-    url = f"{served.address}/v1/sessions/one"
-    assert httpx2.delete(url).json()["deleted"] and httpx2.delete(url).status_code == 404
+    call("a/b?c#%")
+    for name in ("one", "a%2Fb%3Fc%23%25"):
+        url = f"{served.address}/v1/sessions/{name}"
+        assert httpx2.delete(url).json()["deleted"] and httpx2.delete(url).status_code == 404
     assert call("one").session_position == 3
 
 

@@ -81,8 +81,8 @@ class Api:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/models", self.models),
-            Route("/v1/models/{model}", self.one_model),
-            Route("/v1/sessions/{session}", self.forget, methods=["DELETE"]),
+            Route("/v1/models/{model:path}", self.one_model),
+            Route("/v1/sessions/{session:path}", self.forget, methods=["DELETE"]),
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
         ]
