@@ -1,8 +1,13 @@
 # make demo   checkpoint -> bundle -> checked bundle -> text, on a CPU
 # make test   own environment, then lint, types and tests: what CI runs
+# make test-full  all of that, and what is too long for CI: more cells of the matrix, more fuzz,
+#             old and new versions of onnxruntime
 # make check  the same lint, types and tests in the environment that is active
+# make demo-web   the demo page, with the demo model, on http://127.0.0.1:8080
+# make test-web   the runner for browsers and Node: its npm packages, golden streams, Chromium
 # make test-cpp   the C++ runner: what it needs, two builds, golden streams
 # make test-jvm   the Kotlin runner, the same on a desktop JVM
+# make test-android   resources and sources of the Android demo
 # make test-same-stream   one stream through all runners that are built
 # make gpu    the tests that need a CUDA GPU, with that machine's own torch
 #
@@ -23,26 +28,47 @@ RUN ?= $(PYTHON) -m
 
 export ORT_DISABLE_TELEMETRY = 1
 
-.PHONY: demo test check gpu lint test-cpp test-jvm test-same-stream
+.PHONY: demo demo-web test-web test test-full check gpu lint test-cpp test-jvm test-android test-same-stream
 
 TOOLS := build/toolchain
+WEB := runtimes/web
+CHROMIUM ?= /usr/bin/chromium
 
 demo: $(VENV)/.installed-export
 	$(BIN)/edgelin export examples/demo/checkpoint -o bundles/demo --quantize int4 --force
-	$(BIN)/edgelin verify bundles/demo --checkpoint examples/demo/checkpoint
+	$(BIN)/edgelin verify bundles/demo --checkpoint examples/demo/checkpoint --record
 	@printf '\n%s' "$(PROMPT)"
 	@$(BIN)/edgelin run bundles/demo "$(PROMPT)" --max-tokens 110 --seed 1 --stats
 
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory check RUN="$(BIN)/python -m"
 
+test-full: $(VENV)/.installed-dev
+	$(MAKE) --no-print-directory check RUN="$(BIN)/python -m" PYTEST=--full
+
 check: lint
-	$(RUN) pytest -n $(WORKERS) --dist loadscope
+	$(RUN) pytest -n $(WORKERS) --dist loadscope $(PYTEST)
 
 lint:
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 	$(RUN) mypy
+
+demo-web: $(VENV)/.installed-export $(WEB)/dist
+	test -d bundles/web || \
+		$(BIN)/edgelin export examples/demo/checkpoint -o bundles/web --quantize none --portable
+	node $(WEB)/demo/build.mjs --serve bundles/web
+
+test-web: $(WEB)/dist
+	test -x $(CHROMIUM) || (apt-get update -qq && \
+		apt-get install -qq -y --no-install-recommends chromium >/dev/null)
+	cd $(WEB) && CHROMIUM=$(CHROMIUM) npm test --silent
+
+$(WEB)/dist: $(WEB)/node_modules/.package-lock.json $(wildcard $(WEB)/src/*.ts $(WEB)/demo/*.ts)
+	cd $(WEB) && npm run build --silent && touch dist
+
+$(WEB)/node_modules/.package-lock.json: $(WEB)/package-lock.json
+	cd $(WEB) && npm ci --silent --no-audit --no-fund
 
 test-cpp: $(VENV)/.installed-dev
 	PYTHON=$(BIN)/python runtimes/toolchain.sh cpp
@@ -58,6 +84,10 @@ CPP = -DONNXRUNTIME_ROOT=$(CURDIR)/$(TOOLS)/onnxruntime \
 test-jvm: $(VENV)/.installed-dev
 	PYTHON=$(BIN)/python runtimes/toolchain.sh jvm
 	runtimes/jvm/build.sh edgelin.GoldenTestKt runtimes/golden build/jvm/work
+
+test-android: $(VENV)/.installed-dev
+	PYTHON=$(BIN)/python runtimes/toolchain.sh android
+	android_demo/check.sh
 
 test-same-stream: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/runtimes/test_same_stream.py

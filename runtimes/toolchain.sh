@@ -33,9 +33,25 @@ debian() {
     local target=$1
     shift
     mkdir -p "$target/archives"
-    (cd "$target/archives" && apt-get download -qq "$@" 2>/dev/null) ||
-        (apt-get update -qq && cd "$target/archives" && apt-get download -qq "$@")
+    (cd "$target/archives" && apt-get download -qq -o APT::Sandbox::User=root "$@" 2>/dev/null) ||
+        (apt-get update -qq && cd "$target/archives" &&
+        apt-get download -qq -o APT::Sandbox::User=root "$@")
     for archive in "$target"/archives/*.deb; do dpkg-deb -x "$archive" "$target"; done
+}
+
+# The same from another suite of Debian than the machine's: suite, target, packages.
+debian_of() {
+    local suite=$1 target=$2 apt=$TOOLS/apt-$1
+    shift 2
+    mkdir -p "$apt/lists/partial" "$apt/archives/partial" "$target"
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
+        "http://deb.debian.org/debian $suite main" >"$apt/sources.list"
+    local options=(-qq -o "Dir::Etc::SourceList=$apt/sources.list" -o Dir::Etc::SourceParts=/dev/null
+        -o "Dir::State::Lists=$apt/lists" -o "Dir::Cache=$apt" -o APT::Sandbox::User=root)
+    apt-get "${options[@]}" update
+    (cd "$target" && apt-get "${options[@]}" download "$@" && for archive in *.deb; do
+        dpkg-deb -x "$archive" .
+    done)
 }
 
 # The AAR of onnxruntime-android: headers, Java classes, native libraries.
@@ -93,6 +109,32 @@ END
     for name in c.so.6 m.so.6 dl.so.2; do
         ln -sf "$(gcc -print-file-name=lib$name)" "$jvm/lib${name%%.*}.so"
     done
+}
+
+# For cpp/arm64.sh: Debian 12's qemu 7.2 crashes when it loads onnxruntime, that of Debian 13 does not.
+arm64() {
+    local wheels=$TOOLS/arm64
+    cpp
+    command -v aarch64-linux-gnu-g++ >/dev/null ||
+        apt-get install -qq -y --no-install-recommends g++-aarch64-linux-gnu >/dev/null
+    [ -f "$wheels/usr/bin/qemu-aarch64" ] || debian_of trixie "$wheels" qemu-user
+    if [ ! -f "$wheels/lib/libonnxruntime.so.1" ]; then
+        "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --dest "$wheels" \
+            --platform manylinux_2_28_aarch64 --python-version 3.11 \
+            "onnxruntime==$("$PYTHON" -c 'import onnxruntime; print(onnxruntime.__version__)')"
+        mkdir -p "$wheels/lib"
+        unzip -qoj "$wheels"/onnxruntime-*.whl 'onnxruntime/capi/libonnxruntime.so.*' -d "$wheels/lib"
+        for name in libonnxruntime.so.1 libonnxruntime.so; do
+            ln -sf "$(basename "$(ls "$wheels"/lib/libonnxruntime.so.*.*)")" "$wheels/lib/$name"
+        done
+    fi
+}
+
+# Android's own classes, to compile the app's sources against: the newest android.jar that Debian has.
+android() {
+    jvm
+    [ -f "$TOOLS/android/usr/lib/android-sdk/platforms/android-23/android.jar" ] ||
+        debian_of sid "$TOOLS/android" libandroid-23-java
 }
 
 for piece in "$@"; do "$piece"; done

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Checks resources and sources of the app without Android's build tools: aapt2 links the resources
+# against an android.jar, kotlinc compiles the sources against it and against the runner. That jar is of
+# API 23, so that the app uses nothing newer than its minSdk. Makes no APK.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tools=$PWD/build/toolchain
+build=$PWD/build/android
+jar=$tools/android/usr/lib/android-sdk/platforms/android-23/android.jar
+source=android_demo/app/src/main
+command -v aapt2 >/dev/null || apt-get install -qq -y --no-install-recommends aapt >/dev/null
+runtimes/jvm/build.sh
+rm -rf "$build" && mkdir -p "$build/classes"
+sed 's/<manifest /&package="edgelin.demo" /' $source/AndroidManifest.xml >"$build/AndroidManifest.xml"
+aapt2 compile --dir $source/res -o "$build/resources.zip"
+aapt2 link -I "$jar" --manifest "$build/AndroidManifest.xml" --java "$build" --min-sdk-version 24 \
+    --target-sdk-version 35 -o "$build/resources.apk" "$build/resources.zip"
+runtimes/jvm/kotlinc.sh -no-jdk -d "$build/classes" \
+    -cp "$tools/kotlin/lib/kotlin-stdlib.jar:$jar:$PWD/build/jvm/classes:$tools/aar/classes.jar" \
+    "$build/edgelin/demo/R.java" $source/kotlin
+echo "the app's resources and sources compile"
