@@ -195,6 +195,11 @@ export class Stream {
     return this.#states.reduce((sum, { size, type }) => sum + size * (type === "int64" ? 8 : 4), 0);
   }
 
+  /** Shape and content of the states by name; not to be written to. */
+  states(): Map<string, stateFile.Values> {
+    return new Map(this.#bundle.manifest.states.map((spec, i) => [spec.name, values(this.#states[i]!)]));
+  }
+
   /**
    * Read token ids, or feature vectors; long inputs are cut into calls. If one fails, nothing changes.
    * Gives the last answer, or with `all` the answers of all steps, one after the other.
@@ -264,7 +269,7 @@ export class Stream {
     this.#refuseBusy();
     const { manifest, variant } = this.#bundle;
     if (!this.#outputs) throw new EdgelinError("the stream has read nothing yet, so there is no state to save");
-    const tensors = new Map(manifest.states.map((spec, i) => [spec.name, values(this.#states[i]!)]));
+    const tensors = this.states();
     tensors.set(manifest.output.name, { shape: [1, this.#outputs.length], data: this.#outputs });
     const text = manifest.tokenizer ? { recent: this.#recent, tail: this.#tail } : null;
     return stateFile.write({ modelHash: manifest.model_hash, variant, position: this.#position, text, tensors });

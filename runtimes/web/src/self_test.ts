@@ -7,22 +7,30 @@ export const FILE_NAME = "golden.json";
 
 interface Golden {
   pieces: { ids?: number[]; features?: number[][]; top: { ids: number[]; logits: number[] } }[];
+  states: Record<string, { max_abs: number; samples: [number, number][] }>;
   tolerance: Record<string, { logits: number; states: number }>;
 }
 
 /** Throws where this device answers otherwise than the bundle allows. */
 export async function selfTest(bundle: Bundle): Promise<void> {
   const golden = JSON.parse(new TextDecoder().decode(await bundle.file(FILE_NAME))) as Golden;
-  const allowed = golden.tolerance[bundle.variant]!.logits;
+  const allowed = golden.tolerance[bundle.variant]!;
   const stream = await bundle.stream({ capsule: "none" });
+  const compare = (what: string, found: number[], wanted: number[], limit: number): void => {
+    const furthest = Math.max(...found.map((value, i) => Math.abs(value - wanted[i]!)));
+    if (furthest <= limit) return;
+    throw new EdgelinError(
+      `golden stream: ${what} off by ${furthest.toPrecision(2)}, ${limit.toPrecision(2)} is allowed; this device ` +
+        `(${bundle.device}) computes otherwise, or the bundle is damaged`,
+    );
+  };
   for (const [number, { ids, features, top }] of golden.pieces.entries()) {
     const outputs = await stream.feed((ids ?? features)!);
-    const furthest = Math.max(...top.ids.map((id, i) => Math.abs(outputs[id]! - top.logits[i]!)));
-    if (!(furthest <= allowed)) {
-      throw new EdgelinError(
-        `golden stream: outputs after piece ${number} are off by ${furthest.toPrecision(2)}, ${allowed.toPrecision(2)} is ` +
-          `allowed; this device (${bundle.device}) computes otherwise, or the bundle is damaged`,
-      );
-    }
+    compare(`outputs after piece ${number}`, top.ids.map((id) => outputs[id]!), top.logits, allowed.logits);
+  }
+  for (const [name, { data }] of stream.states()) {
+    const { max_abs, samples } = golden.states[name]!;
+    const limit = data instanceof Float32Array ? allowed.states * max_abs : 0;
+    compare(`state ${name}`, samples.map(([at]) => Number(data[at])), samples.map(([, value]) => value), limit);
   }
 }
