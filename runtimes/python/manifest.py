@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from edgelin import __version__
@@ -243,30 +243,35 @@ class Manifest:
             raise EdgelinError(f"the bundle has no variant {wanted!r}; it has: {have}")
         return self.variants[wanted]
 
-    def check_files(self, bundle: Path | str, variant: str | None = None) -> None:
+    def check_files(
+        self, bundle: Path | str, variant: str | None = None, *, limit: int = HASH_LIMIT
+    ) -> None:
         """Compare the common files and those of one variant with their records.
 
-        Files up to ``HASH_LIMIT`` bytes are hashed, larger ones are compared by size.
+        Args:
+            bundle: The folder.
+            variant: Its name; None: the default one.
+            limit: Files up to so many bytes are hashed, larger ones are compared by size.
 
         Raises:
             EdgelinError: A file is missing or differs.
         """
         records = {**self.files, **self.variant(variant).files}
         for name, record in records.items():
-            problem = file_problem(Path(bundle) / name, record)
+            problem = file_problem(Path(bundle) / name, record, limit)
             if problem:
                 raise EdgelinError(
                     f"{Path(bundle) / name} {problem}; take the original, or export again"
                 )
 
 
-def file_problem(path: Path, record: FileRecord) -> str | None:
+def file_problem(path: Path, record: FileRecord, limit: int = HASH_LIMIT) -> str | None:
     """What is wrong with a file, in a few words, or None when it is as recorded."""
     try:
         size = path.stat().st_size
         if size != record.bytes:
             return f"has {size} bytes where the manifest says {record.bytes}"
-        if size <= HASH_LIMIT and sha256(path) != record.sha256:
+        if size <= limit and sha256(path) != record.sha256:
             return "differs from its sha256 in the manifest"
     except FileNotFoundError:
         return "is missing"
@@ -349,7 +354,8 @@ def _validate(manifest: Manifest, where: str) -> None:
             _refuse(where, f"variant {name} does not list its own file {variant.file!r}")
         paths += variant.files
     for path in paths:
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
+        inside = not PurePosixPath(path).is_absolute() and ".." not in PurePosixPath(path).parts
+        if not inside or "\\" in path or PureWindowsPath(path).drive:
             _refuse(where, f"file {path!r} lies outside the bundle")
     if manifest.tokenizer is not None:
         _validate_tokenizer(manifest, manifest.tokenizer, where)

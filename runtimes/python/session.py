@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,7 @@ from edgelin.runtimes.snapshots import Snapshot
 from edgelin.runtimes.stream import Stream
 from edgelin.runtimes.text import TextCodec
 
+_AT_ONCE = 4 << 20  # bytes of a file that is hashed before anything reads it
 _TEST_STEPS = 5  # more than the taps of most convolutions
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -51,12 +53,18 @@ class Bundle:
         problem = version_problem(self.manifest)
         if problem:
             raise EdgelinError(f"{path} {problem}")
-        self.manifest.check_files(path, variant)
+        self.manifest.check_files(path, variant, limit=_AT_ONCE)
         self.variant = variant or self.manifest.default_variant
         self.threads = threads
-        # A packed matrix is a little larger than the file's: sums of its blocks stand beside it.
-        with huge_pages(sum(record.bytes for record in graph.files.values()) * 5 // 4):
-            self.session = open_session(path / graph.file, self.threads)
+        with ThreadPoolExecutor(1, "edgelin-check") as helper:
+            # Weights are hashed while onnxruntime packs them.
+            checked = helper.submit(self.manifest.check_files, path, variant)
+            try:
+                # A packed matrix is a little larger than the file's: sums of blocks are beside it.
+                with huge_pages(sum(record.bytes for record in graph.files.values()) * 5 // 4):
+                    self.session = open_session(path / graph.file, self.threads)
+            finally:
+                checked.result()  # a file that is damaged is the reason for whatever else fails
         _check_metadata(self.session, self.manifest, path / graph.file)
         self.in_place = in_place_works(self.session, self.manifest)
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import edgelin
 from edgelin.errors import EdgelinError
+from edgelin.runtimes import session as sessions
 from edgelin.runtimes.canonical_json import canonical_json, digest
 from edgelin.runtimes.manifest import FILE_NAME, Manifest
 from edgelin.runtimes.tokenizer_record import TokenizerRecord
@@ -243,10 +245,34 @@ def test_files_of_other_variants_may_be_missing(damaged: Path) -> None:
         manifest.check_files(damaged, "model_q8")
 
 
-def test_large_files_are_compared_by_size(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgelin.runtimes.manifest.HASH_LIMIT", 1000)
+def test_large_files_are_compared_by_size(damaged: Path) -> None:
     data = damaged / "onnx" / "model.onnx_data"
     content = bytearray(data.read_bytes())
     content[0] ^= 1
     data.write_bytes(content)
-    Manifest.read(damaged).check_files(damaged)
+    Manifest.read(damaged).check_files(damaged, limit=1000)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("at_once", [0, 1 << 20])
+def test_a_damaged_file_is_told_whether_or_not_it_opens(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, opens: bool
+) -> None:
+    """Large files are hashed while the session opens."""
+    monkeypatch.setattr(sessions, "_AT_ONCE", at_once)
+    original, opened = sessions.open_session, []
+
+    def open_session(*arguments: Any) -> Any:
+        opened.append(arguments)
+        if not opens:
+            raise EdgelinError("onnxruntime cannot load it")
+        return original(*arguments)
+
+    monkeypatch.setattr(sessions, "open_session", open_session)
+    data = damaged / "onnx" / "model.onnx_data"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(EdgelinError, match=r"model\.onnx_data differs from its sha256"):
+        edgelin.load(damaged, threads=1)
+    assert len(opened) == (at_once == 0)
