@@ -200,7 +200,8 @@ def _pack(cells: Array, bits: int) -> Array:
     if bits == 8:
         return cells.astype(np.uint8)
     cells = np.pad(cells, ((0, 0), (0, cells.shape[1] % 2)))
-    return (cells[:, 0::2] | (cells[:, 1::2] << 4)).astype(np.uint8)
+    packed: Array = (cells[:, 0::2] | (cells[:, 1::2] << 4)).astype(np.uint8)
+    return packed
 
 
 def _stems(name: str) -> list[str]:
