@@ -2,8 +2,10 @@
 
 The truth is the model in float64, fed step by step, with each recurrence computed by its
 ``reference.py``. Beside it stand the parallel form in torch (Triton kernels on a CUDA GPU, chunked
-elsewhere) and the ONNX graphs, fed step by step and in chunks. All start from one random state,
-so that what a form does with its state counts from the first token.
+elsewhere) and the ONNX graphs, fed step by step, in chunks, and in calls of random lengths, as
+three rows and as one. All start from one random state, so that what a form does with its state
+counts from the first token. Where the states allow it, the parallel form also reads rows of
+different lengths in one call. And every state must matter (:mod:`edgelin.export.verify_probe`).
 
 Per position and tensor (outputs, the stream after each block, every state), the error of x beside
 the truth y is max|x - y| / max|y|. A quantised graph is another model: its truth is the
@@ -32,9 +34,12 @@ from edgelin.export.verify_forms import (
     Record,
     State,
     compare,
+    first_row,
     replay,
+    replay_calls,
 )
 from edgelin.export.verify_golden import allowed_error, golden_steps, replay_golden
+from edgelin.export.verify_probe import sensitivity
 from edgelin.export.verify_quality import bits, qualities
 from edgelin.export.verify_report import (
     TOLERANCE,
@@ -51,6 +56,7 @@ from edgelin.runtimes.signature import Features
 from edgelin.sequences import Sequences
 
 if TYPE_CHECKING:
+    from edgelin.export.verify_torch import TorchForm
     from edgelin.runtimes.session import Bundle
 
 LENGTHS = (1, 63, 64, 65, 130)  # one token; around one chunk; into the third
@@ -58,7 +64,9 @@ LENGTHS = (1, 63, 64, 65, 130)  # one token; around one chunk; into the third
 # many errors, of two draws of the same noise. The noise also parts chunks from steps, which round
 # otherwise after the first difference in the last bit of a float.
 _ROOM = 2.0
-_BATCH = 2
+_BATCH = 3
+_RAGGED = (1, 65, 130)  # lengths of the rows of one call in torch
+_SPLITS = 2  # random ones of the longest sequence
 _PAST = 70  # tokens in a state that grows, more than a call carries
 _SEED = 20
 
@@ -133,8 +141,8 @@ def _verify(
         weights = _checked_weights(manifest, bundle, checkpoint)
         result.notes.append("the weights of every variant are the checkpoint's")
         progress("recurrence, step by step in float64")
-        truth, comparison = _torch_forms(checkpoint, steps, state, tolerance)
-        result.comparisons.append(comparison)
+        truth, comparisons = _torch_forms(checkpoint, steps, state, tolerance)
+        result.comparisons += comparisons
     opened = {}
     for name in manifest.variants:
         progress(f"{name}: steps and chunks")
@@ -150,6 +158,8 @@ def _verify(
             result.comparisons += exact
         result.comparisons += _graph_forms(opened[name], steps, state, own, limit)
         result.comparisons += _streams(opened[name], limit)
+        other = _random_state(manifest, np.random.default_rng(_SEED + 1))
+        result.probes.append(sensitivity(opened[name], steps, state, other, limit))
     _qualities(opened, checkpoint, data, result)
     return result
 
@@ -226,8 +236,8 @@ def _random_state(manifest: Manifest, random: np.random.Generator) -> State:
 
 def _torch_forms(
     checkpoint: Path, steps: Array, state: State, tolerance: float
-) -> tuple[Record, Comparison]:
-    """The truth, and the parallel form beside it."""
+) -> tuple[Record, list[Comparison]]:
+    """The truth, and the parallel form beside it, also in a call of rows of different lengths."""
     from edgelin.export.verify_torch import TorchForm
 
     truth = replay(TorchForm(checkpoint, sequential=True), steps, state, size=1)
@@ -237,7 +247,24 @@ def _torch_forms(
         record = replay(parallel, steps[:, :length], state, size=length)
         differences += compare(record, truth, length)
     form = f"parallel ({'Triton' if parallel.device == 'cuda' else 'chunked'})"
-    return truth, Comparison(None, form, TRUTH, tolerance, differences)
+    found = [Comparison(None, form, TRUTH, tolerance, differences)]
+    if not any(spec.growing_axis for spec in parallel.model.state_specs()):
+        ragged = _ragged(parallel, steps, state, truth)
+        found.append(Comparison(None, f"{form}, ragged", TRUTH, tolerance, ragged))
+    return truth, found
+
+
+def _ragged(form: TorchForm, steps: Array, state: State, truth: Record) -> list[Difference]:
+    """Rows of different lengths in one call: outputs up to each end, and the states there."""
+    sequences, after = form(steps, state, np.array(_RAGGED))
+    found = []
+    for row, length in enumerate(_RAGGED):
+        own: Record = {name: {length - 1: x[row : row + 1]} for name, x in after.items()}
+        for name, values in sequences.items():
+            own[name] = {t: values[row : row + 1, t] for t in range(length)}
+        wanted = {k: {t: x[row : row + 1] for t, x in truth[k].items()} for k in own}
+        found += compare(own, wanted, length)
+    return found
 
 
 def _graph_forms(
@@ -255,14 +282,43 @@ def _graph_forms(
     def chunks_beside(other: Record) -> list[Difference]:
         return [d for length, run in runs.items() for d in compare(run, other, length)]
 
+    def split(other: Record) -> list[Difference]:
+        return _random_calls(bundle, steps, state, other)
+
     beside_steps = Comparison(name, "chunks", "its steps", tolerance, chunks_beside(single))
     if truth is None:
-        return [beside_steps]
+        return [
+            beside_steps,
+            Comparison(name, "random calls", "its steps", tolerance, split(single)),
+        ]
     beside_truth = [
         Comparison(name, "steps", TRUTH, tolerance, compare(single, truth, longest)),
         Comparison(name, "chunks", TRUTH, tolerance, chunks_beside(truth)),
+        Comparison(name, "random calls", TRUTH, tolerance, split(truth)),
     ]
     return beside_truth if bits(bundle) is None else [*beside_truth, beside_steps]
+
+
+def _random_calls(bundle: Bundle, steps: Array, state: State, truth: Record) -> list[Difference]:
+    """Calls of random lengths, of all rows and of the first alone, beside a record."""
+    random = np.random.default_rng(_SEED)
+    one = {name: array[:1] for name, array in state.items()}
+    found = []
+    for _ in range(_SPLITS):
+        for rows, start, wanted in ((steps, state, truth), (steps[:1], one, first_row(truth))):
+            calls = random_calls(random, steps.shape[1], bundle.manifest.chunk)
+            record = replay_calls(OnnxForm(bundle, len(rows)), rows, start, calls)
+            found += compare(record, wanted, steps.shape[1])
+    return found
+
+
+def random_calls(random: np.random.Generator, time: int, chunk: int) -> list[int]:
+    """Lengths of calls, 1 .. chunk and short ones as likely as long ones, ``time`` together."""
+    calls: list[int] = []
+    while (left := time - sum(calls)) > 0:
+        length = round(chunk ** random.uniform())
+        calls.append(min(length, left))
+    return calls
 
 
 def _streams(bundle: Bundle, tolerance: float) -> list[Comparison]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,12 +77,25 @@ def compare(record: Record, truth: Record, length: int) -> list[Difference]:
 
 def replay(form: Form, steps: Array, state: State, *, size: int) -> Record:
     """Feed ``steps`` [B, T, ...] in calls of at most ``size`` and keep all that comes out."""
+    time = steps.shape[1]
+    return replay_calls(form, steps, state, [min(size, time - t) for t in range(0, time, size)])
+
+
+def replay_calls(form: Form, steps: Array, state: State, calls: Sequence[int]) -> Record:
+    """Feed ``steps`` [B, T, ...] in calls of these lengths, T together; keep all that comes out."""
     record: Record = defaultdict(dict)
-    for start in range(0, steps.shape[1], size):
-        piece = steps[:, start : start + size]
+    start = 0
+    for length in calls:
+        piece = steps[:, start : start + length]
         sequences, state = form(piece, state)
         for name, values in sequences.items():
-            record[name].update({start + t: values[:, t] for t in range(piece.shape[1])})
+            record[name].update({start + t: values[:, t] for t in range(length)})
+        start += length
         for name, value in state.items():
-            record[name][start + piece.shape[1] - 1] = value
+            record[name][start - 1] = value
     return record
+
+
+def first_row(record: Record) -> Record:
+    """The same of batch row 0 alone."""
+    return {name: {t: x[:1] for t, x in rows.items()} for name, rows in record.items()}

@@ -124,6 +124,50 @@ class Quality:
         )
 
 
+@dataclass(frozen=True)
+class Sensitivity:
+    """What changing one thing in one row does to a graph (:mod:`edgelin.export.verify_probe`).
+
+    Args:
+        variant: Graph of the bundle.
+        tolerance: Largest change of the other rows.
+        read: State to how far another one moves the answers.
+        written: State to how far other steps move it.
+        bleed: Largest change of a row that nothing was done to.
+    """
+
+    variant: str
+    tolerance: float
+    read: dict[str, float]
+    written: dict[str, float]
+    bleed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every state is read and written, and rows keep to themselves."""
+        return not self._dead() and self.bleed <= self.tolerance
+
+    def _dead(self) -> list[str]:
+        """What has no effect, in words."""
+        unread = [f"{name} moves nothing" for name, effect in self.read.items() if effect == 0]
+        fixed = [f"nothing moves {name}" for name, effect in self.written.items() if effect == 0]
+        return unread + fixed
+
+    def __str__(self) -> str:
+        if dead := self._dead():
+            return f"{self.variant} has states WITHOUT EFFECT: {', '.join(dead)}"
+        if not self.passed:
+            return (
+                f"{self.variant}: a row moves others by {self.bleed:.1e}, "
+                f"{_allowed(self.tolerance, self.passed)}"
+            )
+        least = min(self.read, key=lambda name: self.read[name])
+        return (
+            f"{self.variant}: every state moves the answers ({least} least, by "
+            f"{self.read[least]:.1e}) and is moved by the steps; no row moves another"
+        )
+
+
 @dataclass
 class Verification:
     """Result of :func:`edgelin.export.verify.verify`.
@@ -134,6 +178,7 @@ class Verification:
         notes: What was checked besides, and what could not be.
         comparisons: Form beside form.
         qualities: One a quantised variant that had a float model beside it.
+        probes: One a variant.
     """
 
     bundle: str
@@ -141,11 +186,12 @@ class Verification:
     notes: list[str] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     qualities: list[Quality] = field(default_factory=list)
+    probes: list[Sensitivity] = field(default_factory=list)
 
     @property
-    def results(self) -> list[Comparison | Quality]:
+    def results(self) -> list[Comparison | Quality | Sensitivity]:
         """All that has a limit."""
-        return [*self.comparisons, *self.qualities]
+        return [*self.comparisons, *self.probes, *self.qualities]
 
     @property
     def passed(self) -> bool:
@@ -214,6 +260,7 @@ def _plain(result: Verification) -> dict[str, Any]:
                 str(t): float(f"{e:.3g}") if math.isfinite(e) else None
                 for t, e in line["errors"].items()
             }
-    for entry, quality in zip(content["qualities"], result.qualities, strict=True):
-        entry["passed"] = quality.passed
+    for key, found in (("qualities", result.qualities), ("probes", result.probes)):
+        for entry, one in zip(content[key], found, strict=True):
+            entry["passed"] = one.passed
     return content

@@ -73,11 +73,14 @@ class TorchForm:
         matrices = [(own(name), size) for name, size in (blocks or {}).items()]
         self._mode = _Sequential if sequential else partial(RoundedActivations, matrices)
 
-    def __call__(self, steps: Array, state: State) -> tuple[dict[str, Array], State]:
-        """Run ``steps`` [B, T, ...] in one call."""
+    def __call__(
+        self, steps: Array, state: State, lengths: Array | None = None
+    ) -> tuple[dict[str, Array], State]:
+        """Run ``steps`` [B, T, ...] in one call, each row as far as ``lengths`` [B]."""
+        ends = None if lengths is None else self._tensor(lengths)
         tensors = {name: self._tensor(array) for name, array in state.items()}
         with torch.no_grad(), self._mode(), _streams(self.model) as found:
-            outputs, after = self.model(self._tensor(steps), tensors)
+            outputs, after = self.model(self._tensor(steps), tensors, ends)
         found[self.output] = outputs
         return _arrays(found), _arrays(after)
 

@@ -52,6 +52,7 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
     type=click.Path(path_type=Path),
     help="The same for a model of features: an .npz of sequences (x, lengths).",
 )
+@click.option("--record", is_flag=True, help="Add the result to the report in the bundle.")
 def command(
     bundle: Path,
     checkpoint: Path | None,
@@ -59,16 +60,18 @@ def command(
     tolerance: float,
     text: str | None,
     features: Path | None,
+    record: bool,
 ) -> None:
     """Check a BUNDLE: hashes, golden streams, and one form of the model beside another.
 
-    With --checkpoint, the parallel form in torch and the graphs, fed step by step and in chunks,
-    stand beside the recurrence in float64; without, chunks beside steps. Exits with 1 when an error
-    is beyond the tolerance.
+    With --checkpoint, the parallel form in torch and the graphs, fed step by step, in chunks and in
+    calls of random lengths, stand beside the recurrence in float64; without, beside the graph's own
+    steps. Every state must move the answers, and no row another one. Exits with 1 when an error is
+    beyond the tolerance.
 
     \b
     Example:
-      edgelin verify bundles/demo --checkpoint examples/demo/checkpoint --json parity.json
+      edgelin verify bundles/demo --checkpoint examples/demo/checkpoint --record
     """
     from edgelin.export.verify import verify
 
@@ -84,6 +87,10 @@ def command(
     )
     if json_path is not None:
         result.write(json_path)
+    if record:
+        from edgelin.export.verify_record import record as add_to_report
+
+        add_to_report(result, bundle)
     click.echo(result.table())
     if not result.passed:
         raise EdgelinError(result.failure())

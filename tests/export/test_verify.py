@@ -24,6 +24,7 @@ from edgelin.export import verify_golden, verify_torch
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.verify import LENGTHS, verify
 from edgelin.export.verify_forms import relative_error, replay
+from edgelin.export.verify_report import TRUTH
 from edgelin.model import SequenceModel
 from edgelin.runtimes import load
 from edgelin.runtimes import manifest as manifests
@@ -75,10 +76,12 @@ def test_all_forms_are_one_model(bundle: Path, checkpoint: Path, tmp_path: Path)
     result = _run(bundle, "--checkpoint", checkpoint, "--json", tmp_path / "parity.json")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    header = "tensor parallel (chunked) model steps model chunks"
+    header = "tensor parallel (chunked) parallel (chunked), ragged"
+    header += " model steps model chunks model random calls"
     for name in ("model_q8", "model_q4"):
         forms = [f"{name} {form}" for form in ("steps", "chunks")]
-        header += " ".join(["", *(f"{form} (float activations)" for form in forms), *forms])
+        both = [*(f"{form} (float activations)" for form in forms), *forms]
+        header += " ".join(["", *both, f"{name} random calls"])
     assert lines[0].split() == header.split()
     tensors = [line.split()[0] for line in lines[1:]]
     assert tensors[:3] == ["conv.0", "hidden.0", "recurrent.0"]
@@ -90,8 +93,10 @@ def test_all_forms_are_one_model(bundle: Path, checkpoint: Path, tmp_path: Path)
     forms = [(c["variant"], c["form"], c["against"]) for c in content["comparisons"]]
     assert forms == [
         (None, "parallel (chunked)", "recurrence in float64"),
+        (None, "parallel (chunked), ragged", "recurrence in float64"),
         ("model", "steps", "recurrence in float64"),
         ("model", "chunks", "recurrence in float64"),
+        ("model", "random calls", "recurrence in float64"),
         *(
             (name, form, against)
             for name in ("model_q8", "model_q4")
@@ -100,17 +105,24 @@ def test_all_forms_are_one_model(bundle: Path, checkpoint: Path, tmp_path: Path)
                 ("chunks (float activations)", "recurrence in float64"),
                 ("steps", "recurrence in float64"),
                 ("chunks", "recurrence in float64"),
+                ("random calls", "recurrence in float64"),
                 ("chunks", "its steps"),
             )
         ),
     ]
-    chunks = content["comparisons"][2]["differences"]
+    ragged = content["comparisons"][1]["differences"]
+    ends = {(d["length"], *d["errors"]) for d in ragged if d["tensor"] == "recurrent.0"}
+    assert ends == {(1, "0"), (65, "64"), (130, "129")}
+    chunks = content["comparisons"][3]["differences"]
     assert {d["length"] for d in chunks} == set(LENGTHS)
     logits = next(d for d in chunks if d["tensor"] == "logits" and d["length"] == 130)
     assert len(logits["errors"]) == 130
     state = next(d for d in chunks if d["tensor"] == "recurrent.0" and d["length"] == 130)
     assert list(state["errors"]) == ["63", "127", "129"]
     assert [q["variant"] for q in content["qualities"]] == ["model_q8", "model_q4"]
+    for probe in content["probes"]:
+        assert probe["passed"] and min(probe["read"].values()) > 1e-4
+        assert set(probe["read"]) == {*probe["written"], "position"}
 
 
 def test_without_checkpoint(bundle: Path) -> None:
@@ -122,6 +134,8 @@ def test_without_checkpoint(bundle: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(bundle)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "model chunks beside its steps" in done.stdout
+    assert "model random calls beside its steps" in done.stdout
+    assert "model: every state moves the answers" in done.stdout
     assert "not compared with the model in torch; give --checkpoint" in done.stdout
 
 
@@ -165,7 +179,7 @@ def test_truth_is_the_reference(
     monkeypatch.setitem(verify_torch._REFERENCES, "edgelin::linear", wrong)
     result = verify(bundle, checkpoint)
     assert not result.passed
-    for comparison in result.comparisons[:3]:
+    for comparison in result.comparisons[:5]:
         assert not comparison.passed
         bad = {d.tensor for d in comparison.differences if d.error > 1e-4}
         assert "recurrent.2" in bad
@@ -185,7 +199,8 @@ def test_a_graph_that_forgets_fails(
         return sequences, state
 
     monkeypatch.setattr(verifying.OnnxForm, "__call__", forgets)
-    chunks = verify(bundle, checkpoint).comparisons[2]
+    found = verify(bundle, checkpoint).comparisons
+    (chunks,) = (c for c in found if (c.variant, c.form, c.against) == ("model", "chunks", TRUTH))
     assert not chunks.passed
     (logits,) = (d for d in chunks.differences if d.tensor == "logits" and d.length == 130)
     assert max(logits.errors[t] for t in range(64)) < 1e-4 < logits.errors[64]
