@@ -84,8 +84,33 @@ def damaged(tiny: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny.path, tmp_path / "copy"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no GPU."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--full`` runs what is too long for CI, too."""
+    parser.addoption("--full", action="store_true", help="run tests marked full, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Few examples for CI, the same ones every time; many new ones with ``--full``."""
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:  # a GPU machine may lack it
+        return
+    common: dict[str, Any] = {
+        "deadline": None,  # the machine may be busy
+        "database": None,
+        "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    }
+    settings.register_profile("ci", max_examples=25, derandomize=True, **common)
+    settings.register_profile("full", max_examples=400, **common)
+    settings.load_profile("full" if config.getoption("--full") else "ci")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked ``full`` unless asked for; skip ``gpu`` where there is no GPU."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if "full" in item.keywords]
+        items[:] = [item for item in items if "full" not in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
