@@ -88,7 +88,8 @@ def write(stream: Stream, options: Sampling) -> Iterator[str]:
     ends = frozenset() if tokenizer is None else tokenizer.ends
     sampler = Sampler(options)
     decoder = TextDecoder(stream._bundle.text, stream._tail, tuple(options.stop))
-    guesses = Guesses(options.lookup)
+    # A longer guess would take several calls, and the outputs of all of its tokens.
+    guesses = Guesses(min(options.lookup, stream._bundle.manifest.chunk - 1))
     left = options.max_tokens
     while left and not decoder.stopped:
         assert stream.outputs is not None

@@ -103,6 +103,14 @@ def test_the_text_is_that_of_single_steps(
         assert streams[0].flush() == streams[1].flush()
 
 
+def test_a_guess_is_read_in_one_call(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, times = bundle.stream(), []
+    feed = stream.feed
+    monkeypatch.setattr(stream, "feed", lambda x, **k: times.append(len(x)) or feed(x, **k))
+    list(stream.generate([5] * 3, temperature=0.0, repetition_penalty=1e-3, lookup=10**9))
+    assert max(times[1:]) == bundle.manifest.chunk
+
+
 def test_a_text_that_repeats_takes_fewer_calls(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
