@@ -174,11 +174,6 @@ class _Built:
     outcome: Outcome
     trade_off: TradeOff | None
 
-    @property
-    def bits(self) -> int:
-        """Of the matrices."""
-        return 32 if self.recipe is None else self.recipe.bits
-
 
 @dataclass(frozen=True)
 class _Export:
@@ -254,7 +249,7 @@ class _Export:
         written = [str(p.relative_to(self.folder).as_posix()) for p in store.save(graph, path)]
         _forget_weights(graph)
         operator = {"operator": "DequantizeLinear" if portable else "MatMulNBits"}
-        record = None if recipe is None else {**recipe.as_dict(), **operator}
+        record = None if recipe is None else {**recipe.as_dict(min(outcome.bits, 8)), **operator}
         return _Built(
             Variant(written[0], file_records(self.folder, written), record),
             recipe,
@@ -328,7 +323,7 @@ class _Export:
             plain = self._reference(one.outcome.rounded, dtype=torch.float32)
             float32 = golden.compare(exact, plain)
         return VariantReport(
-            bits=one.bits,
+            bits=one.outcome.bits,
             bytes=sum(record.bytes for record in one.variant.files.values()),
             nodes=one.nodes,
             graph=graph,

@@ -21,7 +21,7 @@ from edgelin.export.passes.edit import add_constant, constant, drop_unused, only
 from edgelin.export.passes.experts import experts_nodes
 from edgelin.export.passes.tied_head import OP_TYPE as TIED_HEAD
 from edgelin.export.passes.tied_head import tied_heads
-from edgelin.export.quantise_recipe import Format, Recipe, role_of
+from edgelin.export.quantise_recipe import FLOAT, Format, Recipe, role_of
 from edgelin.export.rounding import Array, Rounded, relative_error, round_matrix
 from edgelin.mapped import Empty
 
@@ -39,6 +39,11 @@ class Outcome:
 
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
     rounded: dict[str, Rounded] = field(default_factory=dict)
+
+    @property
+    def bits(self) -> int:
+        """The fewest of any matrix; 32: none was rounded."""
+        return min((matrix.bits for matrix in self.rounded.values()), default=FLOAT)
 
 
 @dataclass(frozen=True)

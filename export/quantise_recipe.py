@@ -100,7 +100,7 @@ class Recipe:
 
     @property
     def bits(self) -> int:
-        """The fewest of any matrix."""
+        """The fewest that a matrix may have."""
         formats = [f.bits for f in self.matrices.values() if f is not None]
         return min([*self.roles.values(), *formats])
 
@@ -166,10 +166,10 @@ class Recipe:
             size //= 2
         return size
 
-    def as_dict(self) -> dict[str, Any]:
-        """The entry in the manifest."""
+    def as_dict(self, bits: int) -> dict[str, Any]:
+        """The entry in the manifest of a graph whose matrices have at least so many bits."""
         entry: dict[str, Any] = {
-            "bits": self.bits,
+            "bits": bits,
             "method": self.method,
             "roles": {
                 **{role: _name(self.roles.get(role)) for role in (*ROUNDED, *_SENSITIVE)},
