@@ -5,7 +5,7 @@ const POINTS = 400;
 /** Values over positions, thinned out as they grow. */
 export class Series {
   points: [number, number][] = [];
-  #every = 1; // steps that a point stands for, by their median
+  #every = 4; // steps that a point stands for, by their median
   #waiting: [number, number][] = [];
 
   add(position: number, value: number): void {
