@@ -260,7 +260,8 @@ def _plain(result: Verification) -> dict[str, Any]:
                 str(t): float(f"{e:.3g}") if math.isfinite(e) else None
                 for t, e in line["errors"].items()
             }
-    for key, found in (("qualities", result.qualities), ("probes", result.probes)):
-        for entry, one in zip(content[key], found, strict=True):
-            entry["passed"] = one.passed
+    for entry, quality in zip(content["qualities"], result.qualities, strict=True):
+        entry["passed"] = quality.passed
+    for entry, probe in zip(content["probes"], result.probes, strict=True):
+        entry["passed"] = probe.passed
     return content

@@ -82,10 +82,13 @@ def command(
 
             at = [point.position for point in soak.progress.points]
             found = distances(opened, checkpoint, source, out, at, lambda: stop.asked)
+    report = _report(opened, soak, found, out)
     if stop.asked:
         click.echo(f"Stopped, all is kept in {out}; the same command goes on", err=True)
         sys.exit(130)
-    _report(opened, soak, found, out)
+    click.echo(report.text())
+    if not report.passed:
+        raise EdgelinError(f"{report.failure()}; see {out / 'soak.md'}")
 
 
 def _source(bundle: Bundle, text: str | None, features: Path | None) -> Any:
@@ -105,8 +108,8 @@ def _source(bundle: Bundle, text: str | None, features: Path | None) -> Any:
     return Source.of(bundle, None, "")
 
 
-def _report(bundle: Bundle, soak: Any, found: Any, out: Path) -> None:
-    """Write the report, draw it if that can be, and print what it says."""
+def _report(bundle: Bundle, soak: Any, found: Any, out: Path) -> Any:
+    """Write the report, as far as it is known, and draw it if that can be."""
     from dataclasses import asdict
     from importlib.util import find_spec
 
@@ -117,6 +120,4 @@ def _report(bundle: Bundle, soak: Any, found: Any, out: Path) -> None:
     report.write(out)
     if find_spec("matplotlib") is not None and soak.progress.points:
         plot(report, out / "soak.png")
-    click.echo(report.text())
-    if not report.passed:
-        raise EdgelinError(f"{report.failure()}; see {out / 'soak.md'}")
+    return report

@@ -199,8 +199,8 @@ class Mixer(nn.Module):
         o, *after = two_level(q, k, v, state[names[0]], state[names[1]], position, lengths=lengths)
         if self.config.normalize == "z":
             ones = torch.ones((*k.shape[:3], 1), dtype=state[names[2]].dtype, device=k.device)
-            z = (state[name][..., None] for name in names[2:])
-            sums, *z_after = two_level(q, k, ones, *z, position, lengths=lengths)
+            z, recent = (state[name][..., None] for name in names[2:])
+            sums, *z_after = two_level(q, k, ones, z, recent, position, lengths=lengths)
             o = (o / (sums + self.feature_map.eps)).to(v.dtype)
             after += [part[..., 0] for part in z_after]
         return o, dict(zip(names, after, strict=True))
