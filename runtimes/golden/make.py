@@ -175,6 +175,7 @@ def single(bundle: Bundle, folder: Path) -> dict[str, Any]:
             found["text"] = {"prompt": PROMPT, "ids": bundle.text.encode(PROMPT)}
             found["greedy"] = generate(stream.fork(), {"temperature": 0})
             if not rounded:
+                found["shorter"] = shorter_states(stream, folder / bundle.variant)
                 found["sampled"] = {"settings": SAMPLING, **generate(stream, SAMPLING)}
     if rounded:
         found["tolerance"] = tolerance(calls, FLOAT32 * 10, kl_of(bundle, calls))
@@ -187,6 +188,17 @@ def rounds_activations(bundle: Bundle) -> bool:
     """Whether a graph's kernels round activations to 8 bits."""
     quantisation = bundle.manifest.variants[bundle.variant].quantisation
     return quantisation is not None and quantisation["operator"] == "MatMulNBits"
+
+
+def shorter_states(stream: Stream, stem: Path) -> list[dict[str, Any]]:
+    """The state in fewer bytes, and what follows it."""
+    found = []
+    for dtype in ("float16", "int8"):
+        path, twin = stem.with_name(f"{stem.name}.{dtype}.state"), stream.fork()
+        stream.save(path, dtype=dtype)
+        twin.load(path)
+        found.append({"state_file": path.name, "ids": [7], "outputs": [plain(twin.feed([7]))]})
+    return found
 
 
 def prompt(bundle: Bundle) -> list[Any]:

@@ -67,6 +67,10 @@ def test_what_follows_the_state_file(path: Path) -> None:
             assert recent is not None and recent.recent[-count:] == wanted["ids"]
         assert twin.outputs is not None
         _compare(twin.outputs, wanted["outputs"], tolerance)
+    for shorter in golden.get("shorter", []):
+        stream.load(path.parent / shorter["state_file"])
+        stream.feed(shorter["ids"])
+        _compare(stream.outputs, shorter["outputs"], tolerance)
     if "text" in golden:
         assert bundle.text.encode(golden["text"]["prompt"]) == golden["text"]["ids"]
 

@@ -6,8 +6,8 @@ export const CASES = [
   ["hybrid", "model"], ["growing", "model"], ["features", "model"], ["streams", "model"],
 ];
 
-/** Throws unless the bundle answers as it must; `state` is the golden state file, or null. */
-export async function replay(bundle, golden, state) {
+/** Throws unless the bundle answers as it must; `read` gives the bytes of a file beside the golden one. */
+export async function replay(bundle, golden, read) {
   const size = golden.calls[0].outputs.find(Boolean).length;
   let states = bundle.initialStates(golden.batch);
   for (const [number, call] of golden.calls.entries()) {
@@ -19,7 +19,12 @@ export async function replay(bundle, golden, state) {
       if (wanted) compare(got, wanted, golden.tolerance, `call ${number}, row ${row}`);
     }
   }
-  if (state) await replayState(bundle, golden, state);
+  if (golden.state_file) await replayState(bundle, golden, await read(golden.state_file));
+  for (const { state_file, ids, outputs } of golden.shorter ?? []) {
+    const stream = await bundle.stream();
+    await stream.load(await read(state_file));
+    compare(await stream.feed(ids), outputs[0], golden.tolerance, state_file);
+  }
 }
 
 /** What follows the state file: greedy and sampled text. */

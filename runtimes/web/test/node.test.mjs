@@ -22,8 +22,7 @@ for (const [name, variant] of CASES) {
   test(`golden stream ${name} ${variant}`, async () => {
     const bundle = await load(join(GOLDEN, name, "bundle"), { variant, threads: 1 });
     const golden = parse(await readFile(join(GOLDEN, name, `${variant}.json`), "utf8"));
-    const state = golden.state_file ? await readFile(join(GOLDEN, name, golden.state_file)) : null;
-    await replay(bundle, golden, state);
+    await replay(bundle, golden, (file) => readFile(join(GOLDEN, name, file)));
   });
 }
 
@@ -33,6 +32,19 @@ test("an id out of range is refused, and the stream goes on", async () => {
   await assert.rejects(stream.feed([3, 300]), /token id 300 is out of range/);
   assert.equal(stream.position, 2);
   assert.deepEqual(stream.outputs, before);
+});
+
+test("the answers of all steps are those of single steps", async () => {
+  const bundle = await load(join(GOLDEN, "features", "bundle"));
+  const steps = Array.from({ length: 70 }, (_, t) => [Math.sin(t), 2, -t / 9, 0.5, 1]); // more than a call carries
+  const all = await (await bundle.stream()).feed(steps, { all: true });
+  const stream = await bundle.stream();
+  for (const [t, step] of steps.entries()) {
+    const one = await stream.feed([step]);
+    for (const [i, value] of one.entries()) assert.ok(Math.abs(value - all[3 * t + i]) < 1e-4, `step ${t}`);
+  }
+  await assert.rejects(stream.feed([[1, 2, NaN, 4, 5]]), /not finite/);
+  await assert.rejects(stream.feed([[1, 2, 3]]), /5 features/);
 });
 
 test("two calls at a time are refused", async () => {

@@ -12,8 +12,7 @@ globalThis.edgelin = {
   async golden(folder, variant, options) {
     const bundle = await load(`${folder}/bundle`, { variant, wasmFolder: "/dist/", selfTest: "always", ...options });
     const golden = parse(await fetched(`${folder}/${variant}.json`));
-    const state = golden.state_file ? new Uint8Array(await (await fetch(`${folder}/${golden.state_file}`)).arrayBuffer()) : null;
-    await replay(bundle, golden, state);
+    await replay(bundle, golden, async (file) => new Uint8Array(await (await fetch(`${folder}/${file}`)).arrayBuffer()));
     return bundle.device;
   },
   /** Least milliseconds of a token, and tokens a second, over `count` steps. */
