@@ -77,6 +77,7 @@ test-cpp: $(VENV)/.installed-dev
 	cmake --build build/cpp-sanitized --target edgelin-test -j2
 	cmake --build build/cpp -j2
 	build/cpp-sanitized/edgelin-test runtimes/golden build/cpp-sanitized/work
+	$(BIN)/python -m pytest tests/runtimes/test_c_abi.py
 
 CPP = -DONNXRUNTIME_ROOT=$(CURDIR)/$(TOOLS)/onnxruntime \
 	-Dnlohmann_json_DIR=$(CURDIR)/$(TOOLS)/debian/usr/share/cmake/nlohmann_json
@@ -84,6 +85,7 @@ CPP = -DONNXRUNTIME_ROOT=$(CURDIR)/$(TOOLS)/onnxruntime \
 test-jvm: $(VENV)/.installed-dev
 	PYTHON=$(BIN)/python runtimes/toolchain.sh jvm
 	runtimes/jvm/build.sh edgelin.GoldenTestKt runtimes/golden build/jvm/work
+	$(BIN)/python -m pytest tests/runtimes/test_jvm_tokenizer.py
 
 test-android: $(VENV)/.installed-dev
 	PYTHON=$(BIN)/python runtimes/toolchain.sh android
