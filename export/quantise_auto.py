@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -131,21 +132,17 @@ def path(options: Mapping[str, list[Option]], cost: Callable[[str, Option], floa
         name: _hull([(cost(name, option), option) for option in own])
         for name, own in options.items()
     }
-    formats = {name: hull[0][1].format for name, hull in hulls.items()}
-    total = sum(hull[0][0] for hull in hulls.values())
-    loss = sum(hull[0][1].loss for hull in hulls.values())
+    taken = {name: hull[0] for name, hull in hulls.items()}
     steps = [
-        (_slope(before, after), name, before, after)
+        (_slope(before, after), name, after)
         for name, hull in hulls.items()
         for before, after in itertools.pairwise(hull)
     ]
-    points = [Point(total, loss, dict(formats))]
+    points = [_point(taken)]
     # Slopes fall along each hull, so that the steps of a matrix keep their order.
-    for _, name, before, after in sorted(steps, key=lambda step: -step[0]):
-        formats[name] = after[1].format
-        total += after[0] - before[0]
-        loss += after[1].loss - before[1].loss
-        points.append(Point(total, max(loss, 0.0), dict(formats)))
+    for _, name, after in sorted(steps, key=lambda step: -step[0]):
+        taken[name] = after
+        points.append(_point(taken))
     return points
 
 
@@ -207,6 +204,13 @@ _UNIFORM: dict[str, Callable[[list[Option]], Option]] = {
     "all int8": _with(8, largest=True),
     "all float": lambda options: options[-1],
 }
+
+
+def _point(taken: Mapping[str, tuple[float, Option]]) -> Point:
+    """The model of these options with their costs."""
+    cost = math.fsum(cost for cost, _ in taken.values())
+    loss = math.fsum(option.loss for _, option in taken.values())
+    return Point(cost, loss, {name: option.format for name, (_, option) in taken.items()})
 
 
 def _hull(options: list[tuple[float, Option]]) -> list[tuple[float, Option]]:
