@@ -92,6 +92,14 @@ def test_models_of_features_and_of_mixers() -> None:
     assert (roles["embedding"], roles["head"], roles["mixer"]) == (32, 32, 4)
 
 
+@pytest.mark.parametrize(("width", "size"), [(32, 32), (1023, 32), (1024, 128)])
+def test_narrow_models_share_scales_among_few(width: int, size: int) -> None:
+    recipe = RECIPES["int8"]
+    assert recipe is not None
+    chosen = recipe.for_model(dataclasses.replace(CONFIG, hidden_size=width))
+    assert chosen.block(8, 4096) == size
+
+
 @pytest.mark.parametrize(
     ("names", "roles", "message"),
     [
