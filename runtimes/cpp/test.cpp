@@ -20,6 +20,7 @@ namespace fs = std::filesystem;
 using json = nlohmann::json;
 
 static int checks = 0;
+static double worst_difference, worst_divergence;  // of the golden stream that is replayed
 
 static void expect(bool good, const std::string& what) {
   ++checks;
@@ -78,9 +79,14 @@ static void compare(const json& answers, const float* found, const json& golden,
     double largest = 0;
     for (size_t i = 0; i < wanted.size(); ++i)
       largest = std::fmax(largest, std::fabs(here[i] - wanted[i]));
+    worst_difference = std::fmax(worst_difference, largest);
     const bool near = largest <= tolerance.at("outputs").get<double>();
-    const bool alike =
-        tolerance.contains("kl") && divergence(wanted, here) <= tolerance.at("kl").get<double>();
+    bool alike = false;
+    if (tolerance.contains("kl")) {
+      const double kl = divergence(wanted, here);
+      worst_divergence = std::fmax(worst_divergence, kl);
+      alike = kl <= tolerance.at("kl").get<double>();
+    }
     expect(near || alike, where + ": off by " + std::to_string(largest));
   }
 }
@@ -148,6 +154,7 @@ static void whole(edgelin_bundle* bundle, const json& golden, const std::string&
 static void replay(const fs::path& folder, const std::string& variant, const fs::path& work) {
   const json golden = json::parse(read(folder / (variant + ".json")));
   const std::string where = folder.filename().string() + "/" + variant;
+  worst_difference = worst_divergence = 0;
   edgelin_options options = {};
   options.variant = variant.c_str();
   options.threads = 1;
@@ -179,6 +186,9 @@ static void replay(const fs::path& folder, const std::string& variant, const fs:
   }
   edgelin_unload(bundle);
   edgelin_close(stream);  // outlives the handle of its bundle
+  std::printf("%-26s largest difference %.1e", where.c_str(), worst_difference);
+  if (golden.at("tolerance").contains("kl")) std::printf(", divergence %.1e nat", worst_divergence);
+  std::printf("\n");
 }
 
 // What a user can do wrong, each refused in one line, with the stream as it was.
