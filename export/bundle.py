@@ -132,7 +132,7 @@ def _export(
     """:func:`export_checkpoint` of a checkpoint of ours."""
     with staging(out) as folder, MappedFile(out.parent) as mapped:
         model, recipes = _load(checkpoint, recipes, roles, chosen, mapped)
-        planner = Planner(calibration, checkpoint, model, mapped.empty)
+        planner = Planner(calibration, checkpoint, model, empty=mapped.empty, say=_say)
         job = _Export(checkpoint, model, chosen, folder, mapped, attention, streams, planner)
         report = job.run(recipes)
         failures = report.failures()
@@ -201,6 +201,7 @@ class _Export:
             default_variant=next(file for name, file in VARIANTS.items() if name in recipes),
             lengths=self.streams,
         )
+        self._try_template(manifest.tokenizer)
         built = self._build_all(recipes, manifest)
         variants = {key: one.variant for key, one in built.items()}
         genai.write(self.folder, dataclasses.replace(manifest, variants=variants))
@@ -210,6 +211,16 @@ class _Export:
         report.write(self.folder)
         dataclasses.replace(manifest, files=self._common()).write(self.folder)
         return report
+
+    def _try_template(self, tokenizer: TokenizerRecord | None) -> None:
+        """Tell now what a dialogue would find out."""
+        if tokenizer is None or tokenizer.chat_template is None:
+            return
+        if why := chat.fault(self.folder / tokenizer.chat_template, tokenizer.chat_tokens):
+            _say(
+                f"warning: {tokenizer.chat_template} cannot be rendered ({why}), so that `edgelin "
+                f"run --chat` will refuse; correct the checkpoint's, or use plain prompts"
+            )
 
     def _build_all(
         self, recipes: dict[str, Recipe | None], manifest: Manifest
@@ -239,6 +250,11 @@ class _Export:
             with progress_bar(f"rounding {key}", self.model.num_parameters()) as done:
                 outcome = quantise_graph(
                     graph, recipe, rounded=plan.rounded, progress=done, empty=self.mapped.empty
+                )
+            if (roles := recipe.roles.get("experts", 0)) < FLOAT and self._are_float(outcome):
+                _say(
+                    f"{key}: the experts stay float: standard operators know none of rounded "
+                    f"weights; the profile fused rounds them too"
                 )
         passes.finish(graph, self.profile)
         portable = key == VARIANTS["portable"] and make_portable(graph)

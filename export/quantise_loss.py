@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,7 @@ class Budget:
 class Text:
     """A text in tokens, of which the last quarter measures what was fitted on the others.
 
-    All of it is read as one stream, so that what is measured stands deep in it.
+    Each of the two parts is read as one stream.
 
     Args:
         checkpoint: Folder with the tokenizer.
@@ -117,56 +117,61 @@ class Text:
             )
         codec = TextCodec(checkpoint / "tokenizer.json", model.config.vocab_size)
         end = tokenizers.end_token_id(codec.tokenizer)
-        self.ids, _ = text_tokens(codec, text, end, TOKENS)
-        if len(self.ids) <= _LEAST:
+        ids, _ = text_tokens(codec, text, end, TOKENS)
+        if len(ids) <= _LEAST:
             raise EdgelinError(
-                f"the text of --calibrate has {len(self.ids) - 1} tokens; give {_LEAST} or more, "
+                f"the text of --calibrate has {len(ids) - 1} tokens; give {_LEAST} or more, "
                 f"better {TOKENS:,}"
             )
-        self.inputs = self.ids[:-1]
-        self.fitted = self.inputs[: len(self.inputs) * 3 // 4]
-        measured = self.ids[len(self.fitted) + 1 :].tolist()
-        self.bytes = sum(map(len, map(codec.source_bytes, measured)))
+        cut = len(ids) * 3 // 4
+        self.fitted, self.measured = ids[:cut], ids[cut:]
+        self._bytes = sum(map(len, map(codec.source_bytes, self.measured[1:].tolist())))
         self.model, self.empty = model, empty
         self._float: Rollout | None = None
-
-    def float_reading(self) -> Rollout:
-        """The float model at the end of its layers; read once."""
-        if self._float is None:
-            self._float = read_all(Rollout(self.model, self.inputs, self.empty))
-        return self._float
 
     @property
     def nats(self) -> float:
         """Of the float model, a token."""
-        return self._sums(self.float_reading().logits)[0] / self._count
-
-    def loss(self, logits: Callable[[slice], Tensor]) -> Loss:
-        """Compare logits, asked for in the order of positions, with the float model's."""
-        wanted, found, kl, same = self._sums(self.float_reading().logits, logits)
-        count, per_byte = self._count, math.log(2) * self.bytes
-        return Loss(count, wanted / per_byte, found / per_byte, kl / count, same / count)
+        return self._sums(self._wanted)[0] / self._count
 
     def loss_of_bundle(self, bundle: Bundle) -> Loss:
-        """:meth:`loss` of an opened variant."""
+        """What an opened variant costs."""
         stream = bundle.stream(capsule="none")
-        stream.feed(self.fitted)
-
-        def logits(at: slice) -> Tensor:
-            return torch.from_numpy(stream.feed(self.inputs[at], all_logits=True))
-
-        return self.loss(logits)
+        return self._loss(
+            lambda at: torch.from_numpy(stream.feed(self.measured[at], all_logits=True))
+        )
 
     def loss_of_rounded(self, rounded: Mapping[str, Rounded]) -> Loss:
-        """:meth:`loss` of the model in torch with rounded matrices and activations."""
-        reading = read_all(Rollout(self.model, self.inputs, self.empty), rounded, noisy=True)
-        return self.loss(lambda at: reading.logits(at, rounded, noisy=True))
+        """What the model in torch costs with rounded matrices and activations."""
+        reading = self._read(rounded)
+        return self._loss(lambda at: reading.logits(at, rounded, noisy=True))
+
+    def _loss(self, logits: Callable[[slice], Tensor]) -> Loss:
+        """Compare logits, asked for in the order of positions, with the float model's."""
+        wanted, found, kl, same = self._sums(self._wanted, logits)
+        count, per_byte = self._count, math.log(2) * self._bytes
+        return Loss(count, wanted / per_byte, found / per_byte, kl / count, same / count)
+
+    def _wanted(self, at: slice) -> Tensor:
+        """Logits of the float model, which reads the text once."""
+        if self._float is None:
+            self._float = self._read(None)
+        return self._float.logits(at)
+
+    def _read(self, rounded: Mapping[str, Rounded] | None) -> Rollout:
+        """Go through all layers, with rounded activations where matrices are rounded."""
+        reading = Rollout(self.model, self.measured[:-1], self.empty)
+        reading.start(rounded)
+        for _ in self.model.blocks:
+            reading.read(rounded, noisy=rounded is not None)
+        return reading
 
     def _sums(self, *sources: Callable[[slice], Tensor]) -> tuple[float, float, float, float]:
         """Nats of the first and the last source, their KL and equal first choices, summed."""
         first = last = kl = same = 0.0
-        for at in self._pieces():
-            targets = torch.from_numpy(self.ids[at.start + 1 : at.stop + 1])[:, None]
+        for start in range(0, self._count, _POSITIONS):
+            at = slice(start, min(start + _POSITIONS, self._count))
+            targets = torch.from_numpy(self.measured[at.start + 1 : at.stop + 1])[:, None]
             logs = [source(at).double().log_softmax(-1) for source in sources]
             p, q = logs[0], logs[-1]
             first -= float(p.gather(1, targets).sum())
@@ -178,20 +183,5 @@ class Text:
 
     @property
     def _count(self) -> int:
-        """Tokens that are measured."""
-        return len(self.inputs) - len(self.fitted)
-
-    def _pieces(self) -> Iterator[slice]:
-        """Positions that are compared at a time."""
-        for start in range(len(self.fitted), len(self.inputs), _POSITIONS):
-            yield slice(start, min(start + _POSITIONS, len(self.inputs)))
-
-
-def read_all(
-    reading: Rollout, rounded: Mapping[str, Rounded] | None = None, *, noisy: bool = False
-) -> Rollout:
-    """Go through all layers."""
-    reading.start(rounded)
-    for _ in reading.model.blocks:
-        reading.read(rounded, noisy=noisy)
-    return reading
+        """Tokens that are predicted."""
+        return len(self.measured) - 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
 from tqdm import tqdm
 
@@ -92,12 +93,19 @@ class Planner:
         checkpoint: Folder with the tokenizer.
         model: The model in the form that is exported.
         empty: Makes large arrays.
+        say: Is told what is being done, a line at a time.
     """
 
     def __init__(
-        self, calibration: Calibration | None, checkpoint: Path, model: SequenceModel, empty: Empty
+        self,
+        calibration: Calibration | None,
+        checkpoint: Path,
+        model: SequenceModel,
+        *,
+        empty: Empty = np.empty,
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self.calibration, self.model, self.empty = calibration, model, empty
+        self.calibration, self.model, self.empty, self.say = calibration, model, empty, say
         self.text: Text | None = None
         if calibration is not None:
             self.text = Text(checkpoint, model, calibration.text, empty)
@@ -133,7 +141,8 @@ class Planner:
         assert self.text is not None
         formats = {name: f for own in found if (f := own.format(recipe)) for name in own.names}
         weights = sum(self.model.get_parameter(name).numel() for name in formats)
-        with progress_bar(f"rounding, {recipe.method}", weights) as done:
+        self.say(f"rounding {len(formats)} matrices, {recipe.method}")
+        with progress_bar("rounding", weights) as done:
             if recipe.method == "gptq":
                 return calibrate(
                     self.model, formats, self.text.fitted, progress=done, empty=self.empty
@@ -155,6 +164,7 @@ class Planner:
         assert budget is not None
         candidates = {own.name: own for own in found if own.role not in recipe.roles}
         weights = sum(rows * width for own in candidates.values() for rows, width in own.shapes)
+        self.say(f"measuring what each of {len(candidates)} matrices costs")
         with progress_bar("measuring each matrix", weights) as done:
             measured = options(
                 self.model,
@@ -168,7 +178,9 @@ class Planner:
 
         def attempt(tried: Recipe) -> tuple[Loss, Mapping[str, Rounded]]:
             rounded = self._round(found, tried)
-            return text.loss_of_rounded(rounded), rounded
+            loss = text.loss_of_rounded(rounded)
+            self.say(f"bits per byte {100 * loss.relative:+.2f} %, {loss.kl:.4f} nat from float")
+            return loss, rounded
 
         choice = choose(path(measured, cost), recipe, budget, text.nats, attempt)
         if choice.recipe.bits == FLOAT:
