@@ -20,7 +20,7 @@ export { Store, download } from "./store.js";
 const WASM = { wasm: "ort-wasm-simd-threaded.wasm", webgpu: "ort-wasm-simd-threaded.asyncify.wasm" };
 
 export interface LoadOptions {
-  /** Graph of the bundle; the portable one if there is one, else its default one. */
+  /** Graph of the bundle; its default one, or in WebAssembly one that is not slow there. */
   variant?: string;
   /** Where the model computes; `"wasm"`. */
   device?: "wasm" | "webgpu";
@@ -54,11 +54,8 @@ export async function load(source: string | URL | Files | ReadonlyMap<string, Bl
 /** The variant that decodes fastest here: no MatMulNBits on WASM, whose build has no kernel for it. */
 export function preferred(manifest: Manifest, device: string): string {
   if (device !== "wasm" || !isSlow(manifest, manifest.default_variant)) return manifest.default_variant;
-  const portable = Object.keys(manifest.variants).find((name) => {
-    const { quantisation } = manifest.variants[name]!;
-    return quantisation && !isSlow(manifest, name);
-  });
-  return portable ?? manifest.default_variant;
+  const others = Object.keys(manifest.variants).filter((name) => !isSlow(manifest, name));
+  return others.find((name) => manifest.variants[name]!.quantisation) ?? others[0] ?? manifest.default_variant;
 }
 
 function isSlow(manifest: Manifest, variant: string): boolean {
@@ -71,7 +68,7 @@ function chosen(manifest: Manifest, variant: string, device: string): string {
   if (device === "wasm" && isSlow(manifest, variant)) {
     console.warn(
       `edgelin: variant ${variant} has MatMulNBits, for which onnxruntime's WASM build takes the whole matrix apart at every token, ` +
-        "about ten times as slow; export the bundle with --quantize int8 --portable",
+        "about ten times as slow; export the bundle with --portable",
     );
   }
   return variant;

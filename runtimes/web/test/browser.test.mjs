@@ -74,6 +74,11 @@ test("the self-test runs on the first load only, and states live in IndexedDB", 
     return server.requests.filter((path) => path.endsWith("golden.json")).length - before;
   };
   assert.deepEqual([await loads(), await loads()], [1, 0]);
+  const chosen = await page.evaluate(async () => {
+    const bundle = await edgelin.load("/golden/fused/bundle", { wasmFolder: "/dist/" });
+    return [bundle.manifest.default_variant, bundle.variant];
+  });
+  assert.deepEqual(chosen, ["model_q8", "model"]); // MatMulNBits is slow here
   const kept = await page.evaluate(async (bundle) => {
     const stream = await (await edgelin.load(bundle, { wasmFolder: "/dist/" })).stream();
     await stream.feed([5, 6, 7]);
@@ -176,11 +181,18 @@ test("demo page: pause, fork, a typed text while it writes, a downloaded and a f
   await page.close();
 });
 
-test("demo page: a picked bundle folder, and one that is none", async () => {
+test("demo page: a bundle folder that is dropped or picked, and one that is none", async () => {
   const page = await open("/");
   await page.getByText("The model is ready.").waitFor();
+  const devtools = await page.context().newCDPSession(page);
+  const data = { items: [], files: [join(GOLDEN, "hybrid", "bundle")], dragOperationsMask: 1 };
+  for (const type of ["dragEnter", "dragOver", "dragOver", "drop"]) {
+    await devtools.send("Input.dispatchDragEvent", { type, x: 100, y: 100, data });
+    await page.waitForTimeout(100);
+  }
+  await page.waitForFunction(() => document.querySelector("#model").textContent.includes("variant model,"));
   await page.getByLabel("Bundle folder").setInputFiles(join(GOLDEN, "fused", "bundle"));
-  await page.waitForFunction(() => document.querySelector("#model").textContent.includes("model_q8"));
+  await page.waitForFunction(() => document.querySelector("#model").textContent.includes("variant model,"));
   assert.ok((await write(page, "The", 5)).startsWith("The"));
   await page.getByLabel("Bundle folder").setInputFiles(join(GOLDEN, "features", "bundle"));
   await page.getByText("this bundle reads features").waitFor();
