@@ -198,15 +198,13 @@ function figures(): void {
 /** Show one of the streams. */
 function show(stream: number): void {
   current = stream;
-  const tabs = shown.map(({ name }, number) => {
-    const tab = document.createElement("button");
-    Object.assign(tab, { type: "button", textContent: name, onclick: () => show(number), disabled: busy });
-    tab.setAttribute("role", "tab");
-    tab.setAttribute("aria-selected", String(number === stream));
-    tab.setAttribute("aria-controls", "text");
-    return tab;
+  const choices = shown.map(({ name }, number) => {
+    const choice = document.createElement("button");
+    Object.assign(choice, { type: "button", textContent: name, onclick: () => show(number), disabled: busy });
+    choice.setAttribute("aria-pressed", String(number === stream));
+    return choice;
   });
-  element("streams").replaceChildren(...(tabs.length > 1 ? tabs : []));
+  element("streams").replaceChildren(...(choices.length > 1 ? choices : []));
   [timePlot.series, memoryPlot.series] = [shown[stream]!.times, shown[stream]!.memories];
   showText();
   figures();
@@ -231,7 +229,7 @@ function setBusy(value: boolean): void {
   for (const id of CONTROLS) button(id).disabled = busy;
   button("go").disabled = !opened;
   button("pause").disabled = !busy || !opened;
-  for (const tab of document.querySelectorAll<HTMLButtonElement>("[role=tab]")) tab.disabled = busy;
+  for (const choice of document.querySelectorAll<HTMLButtonElement>("#streams button")) choice.disabled = busy;
 }
 
 button("open").onclick = () => input("folder").click();
@@ -270,6 +268,8 @@ async function collect(entry: FileSystemEntry, folder: string, files: Map<string
     for (const inner of some) await collect(inner, `${path}/`, files);
   }
 }
+
+matchMedia("(prefers-color-scheme: dark)").onchange = () => shown.length > 0 && figures();
 
 const url = new URL(new URLSearchParams(location.search).get("bundle") ?? "bundle/", location.href).href;
 open({ url });

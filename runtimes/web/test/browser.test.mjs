@@ -165,9 +165,15 @@ test("demo page: pause, fork, a typed text while it writes, a downloaded and a f
   assert.ok(before.includes(" Köln, naïve café!"));
 
   await page.getByRole("button", { name: "Fork" }).click();
-  await page.getByRole("tab", { name: "Stream 2" }).waitFor();
+  await page.getByRole("button", { name: "Stream 2" }).waitFor();
+  for (const colorScheme of ["light", "dark"]) {
+    await page.emulateMedia({ colorScheme });
+    await page.addScriptTag({ path: fileURLToPath(import.meta.resolve("axe-core")) });
+    const { violations } = await page.evaluate(() => axe.run());
+    assert.deepEqual(violations.map(({ id, nodes }) => [id, nodes.map(({ html }) => html)]), [], colorScheme);
+  }
   const one = await write(page, "", 20);
-  await page.getByRole("tab", { name: "Stream 1" }).click();
+  await page.getByRole("button", { name: "Stream 1" }).click();
   assert.equal(await page.locator("#text").textContent(), before);
   assert.equal(await write(page, "", 20), one);
 
