@@ -63,7 +63,7 @@ export function settings(given: Sampling): Settings {
 
 /** The next token after `position` tokens, of which `recent` are the last. */
 export function choose(logits: Float32Array, recent: readonly number[], position: number, options: Settings): number {
-  const scores = Float64Array.from(logits);
+  const scores = new Float64Array(logits);
   if (options.repetitionPenalty !== 1) penalise(scores, recent, options.repetitionPenalty);
   if (options.temperature === 0) return best(scores);
   temper(scores, options.temperature);
