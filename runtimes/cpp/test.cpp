@@ -178,6 +178,12 @@ static void replay(const fs::path& folder, const std::string& variant, const fs:
     const std::string mine = (work / "mine.state").u8string(), file = golden.at("state_file");
     expect(edgelin_state_load(other, (folder / file).u8string().c_str()) == 0, where + ": load");
     finish(other, golden, where + " from Python's state");
+    for (const json& shorter : golden.value("shorter", json::array())) {
+      const std::string path = (folder / shorter.at("state_file").get<std::string>()).u8string();
+      expect(edgelin_state_load(other, path.c_str()) == 0, where + ": load " + path);
+      expect(feed(other, {{"ids", {shorter.at("ids")}}}) == 0, where + ": feed after " + path);
+      compare(shorter.at("outputs"), edgelin_outputs(other), golden, where + " from " + path);
+    }
     expect(edgelin_state_save(stream, mine.c_str()) == 0, where + ": save");
     expect(edgelin_state_load(other, mine.c_str()) == 0, where + ": load our own");
     finish(other, golden, where + " from our state");

@@ -132,6 +132,10 @@ private class Golden(val folder: File, val variant: String, val work: File) {
                 val mine = File(work, "mine.state")
                 expect(other.load(File(folder, name))) { "$where: its variant" }
                 finish(other, "from Python's state")
+                for (shorter in content["shorter"]?.asJsonArray?.map { it.asJsonObject } ?: emptyList()) {
+                    other.load(File(folder, shorter["state_file"].asString))
+                    compare(shorter["outputs"], other.feed(ids(shorter["ids"])), shorter["state_file"].asString)
+                }
                 stream.save(mine)
                 other.load(mine)
                 finish(other, "from our state")
