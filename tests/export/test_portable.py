@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from click.testing import CliRunner
 from export_models import VOCAB, make_model, random_state
 from numpy.typing import NDArray
 
 import edgelin
+from edgelin.cli import main
 from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.bundle import export_checkpoint
@@ -125,6 +128,27 @@ def test_steps_equal_chunks_where_activations_are_rounded_no_more() -> None:
         step = feed(ids[:, t : t + 1], step[1:])
     for one, other in zip(chunk, step, strict=True):
         assert np.abs(one - other).max() <= 1e-5 * max(1.0, np.abs(one).max())
+
+
+def test_rounded_experts_are_refused() -> None:
+    node = onnx.helper.make_node("QMoE", ["x"], ["y"], domain="com.microsoft")
+    graph = _graph(node, {}, ("x", onnx.TensorProto.FLOAT, ["batch", "time", 8]))
+    with pytest.raises(EdgelinError, match="experts have no portable form"):
+        make_portable(graph)
+
+
+def test_option_adds_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def export(*paths: Path, **options: Any) -> Any:
+        asked.append(options["quantise"])
+        return SimpleNamespace(summary=lambda: "done")
+
+    monkeypatch.setattr("edgelin.export.bundle.export_checkpoint", export)
+    for words in ([], ["--portable"], ["--portable", "--quantize", "int8"]):
+        result = CliRunner().invoke(main, ["export", "model", *words])
+        assert result.exit_code == 0, result.output
+    assert asked == [("none",), ("none", "portable"), ("int8", "portable")]
 
 
 def test_bundle(small_checkpoint: Path, tmp_path: Path) -> None:
