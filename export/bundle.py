@@ -24,7 +24,7 @@ from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
 from edgelin.experts import Experts
 from edgelin.export import attention as attentions
-from edgelin.export import contract, genai, golden, passes, store, target
+from edgelin.export import contract, genai, golden, notices, passes, store, target
 from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
 from edgelin.export.measure import measure
@@ -201,7 +201,8 @@ class _Export:
             default_variant=next(file for name, file in VARIANTS.items() if name in recipes),
             lengths=self.streams,
         )
-        self._try_template(manifest.tokenizer)
+        for line in notices.template(self.folder, manifest.tokenizer):
+            _say(line)
         built = self._build_all(recipes, manifest)
         variants = {key: one.variant for key, one in built.items()}
         genai.write(self.folder, dataclasses.replace(manifest, variants=variants))
@@ -211,16 +212,6 @@ class _Export:
         report.write(self.folder)
         dataclasses.replace(manifest, files=self._common()).write(self.folder)
         return report
-
-    def _try_template(self, tokenizer: TokenizerRecord | None) -> None:
-        """Tell now what a dialogue would find out."""
-        if tokenizer is None or tokenizer.chat_template is None:
-            return
-        if why := chat.fault(self.folder / tokenizer.chat_template, tokenizer.chat_tokens):
-            _say(
-                f"warning: {tokenizer.chat_template} cannot be rendered ({why}), so that `edgelin "
-                f"run --chat` will refuse; correct the checkpoint's, or use plain prompts"
-            )
 
     def _build_all(
         self, recipes: dict[str, Recipe | None], manifest: Manifest
@@ -251,11 +242,8 @@ class _Export:
                 outcome = quantise_graph(
                     graph, recipe, rounded=plan.rounded, progress=done, empty=self.mapped.empty
                 )
-            if (roles := recipe.roles.get("experts", 0)) < FLOAT and self._are_float(outcome):
-                _say(
-                    f"{key}: the experts stay float: standard operators know none of rounded "
-                    f"weights; the profile fused rounds them too"
-                )
+            for line in notices.float_experts(key, self.model, outcome.matrices):
+                _say(line)
         passes.finish(graph, self.profile)
         portable = key == VARIANTS["portable"] and make_portable(graph)
         contract.stamp(graph, manifest)

@@ -42,7 +42,8 @@ def command(folder: Path, output: Path | None) -> None:
             bar.update(count)
 
         config = import_folder(folder, out, progress=progress)
-    kinds = ", ".join(dict.fromkeys(config.mixers[name]["type"] for name in config.layers))
+    names = [name for name in (*config.layers, *config.sides, *config.mlps) if name]
+    kinds = ", ".join(dict.fromkeys(config.mixers[name]["type"] for name in names))
     click.echo(f"{out}: {len(config.layers)} layers ({kinds})")
 
 

@@ -60,7 +60,7 @@ def convert(
     config, weights = _read(family, fields)
     fields.finish()
     tensors = Tensors(folder, getattr(family, "SKIP", r"(?!)"))
-    checkpoints.write(out, config, _checked(config, weights(tensors), progress), shard_bytes)
+    checkpoints.write(out, config, _checked(config, tensors, weights, progress), shard_bytes)
     tensors.finish()
     tokenizers.convert(folder, out, values, config.vocab_size)
     return config
@@ -154,20 +154,25 @@ def _config(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _checked(
-    config: ModelConfig, weights: Iterator[tuple[str, Tensor]], progress: Progress
+    config: ModelConfig,
+    tensors: Tensors,
+    weights: Callable[[Tensors], Iterator[tuple[str, Tensor]]],
+    progress: Progress,
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters of the model, each once and in its shape."""
     with torch.device("meta"):
         needed = {n: t.shape for n, t in checkpoints.own_tensors(SequenceModel(config)).items()}
     total = sum(shape.numel() for shape in needed.values())
-    for name, tensor in weights:
+    for name, tensor in weights(tensors):
         if name not in needed:
             raise RuntimeError(f"the family yields {name}, which the model has not (or twice)")
         if tensor.shape != needed[name]:
             raise EdgelinError(
-                f"{name} would have shape {list(tensor.shape)}, the config makes it "
-                f"{list(needed[name])}; config.json and the weights do not belong together"
+                f"{tensors.where}: of {', '.join(tensors.last[:3])}, {name} would have shape "
+                f"{list(tensor.shape)}, the config makes it {list(needed[name])}; config.json and "
+                f"the weights do not belong together"
             )
+        tensors.last.clear()
         del needed[name]
         yield name, tensor.contiguous()
         progress(tensor.numel(), total)

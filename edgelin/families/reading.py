@@ -146,6 +146,7 @@ class Tensors:
         self._readers = _readers(folder)
         self._taken: set[str] = set()
         self.where = str(folder)
+        self.last: list[str] = []  # names read since someone cleared it
 
     @property
     def names(self) -> list[str]:
@@ -165,6 +166,7 @@ class Tensors:
         if name not in self._readers:
             raise EdgelinError(f"{self.where} lacks the tensor {name}, which its config needs")
         self._taken.add(name)
+        self.last.append(name)
         tensor = self._readers[name]()
         if tensor.dtype not in _NUMBERS:
             raise EdgelinError(

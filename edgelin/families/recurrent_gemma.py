@@ -3,7 +3,7 @@
 Every layer is a mixer and a gated MLP of half the width in the config, both with biases; norms
 multiply by 1 + weight, logits are capped. The embedding times sqrt(hidden_size), which the
 published code rounds to bfloat16, is stored here; where the head is tied to it, the last norm takes
-the factor out again.
+the factor out again. A bundle needs a window (``attention_window_size``) of 64 or more.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ and values. Ours share them too: no copy is made of a block, neither in a checkp
 
 Attention divides by sqrt(D / 2), half the width of a head: the factor is folded into the queries.
 The step dt has no bound but ``time_step_limit``; ``time_step_min`` is of the initial values,
-although transformers' full pass (not its step) takes it for a bound.
+although transformers' full pass (not its step) takes it for a bound: with transformers' default
+config (time_step_min 0.001) our logits are about 4e-4 from those of its class for that reason.
 """
 
 from __future__ import annotations

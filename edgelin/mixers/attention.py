@@ -113,7 +113,8 @@ class Config:
             return None
         return (
             f"an attention window of {self.window} can't be exported: calls carry up to "
-            f"{CHUNK} tokens; set window to {CHUNK} or more"
+            f"{CHUNK} tokens, all of which it has to hold; export models with a window of {CHUNK} "
+            f"or more"
         )
 
 

@@ -147,6 +147,17 @@ def render(path: Path, messages: Sequence[Mapping[str, str]], tokens: Mapping[st
     return text
 
 
+def fault(path: Path, tokens: Mapping[str, str]) -> str | None:
+    """Why a template cannot show a dialogue of one turn and of two; None: it can."""
+    turns = [{"role": role, "content": "Hello."} for role in ("user", "assistant", "user")]
+    try:
+        for said in (turns[:1], turns):
+            render(path, said, tokens)
+    except EdgelinError as error:
+        return " ".join(str(error.__cause__).split())[:200]
+    return None
+
+
 def _environment() -> Any:
     """The sandbox and the functions that transformers gives a template."""
     from jinja2 import TemplateError, ext, nodes

@@ -15,7 +15,7 @@ from onnx_ir import Value
 from edgelin import checkpoint, tokenizer
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.export import passes, profiles, verify
+from edgelin.export import notices, passes, profiles, verify
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
 from edgelin.export.quantise import quantise
@@ -140,7 +140,8 @@ def test_graphs_compute_with_the_rounded_experts(traced: ir.Model, name: str, ga
 
 
 def test_rows_that_blocks_do_not_fill_stay_float() -> None:
-    traced = trace(make_model(intermediate_size=40))
+    model = make_model(intermediate_size=40)
+    traced = trace(model)
     for profile in ("fused", "plain"):
         graph = traced.clone()
         passes.lower(graph, PROFILES[profile])
@@ -148,6 +149,9 @@ def test_rows_that_blocks_do_not_fill_stay_float() -> None:
         passes.finish(graph, PROFILES[profile])
         assert {GATE_UP, DOWN} <= set(graph.graph.initializers)
         assert not {GATE_UP, DOWN} & set(outcome.matrices)
+        (line,) = notices.float_experts("model_q4", model, outcome.matrices)
+        assert "model_q4: 1 of 1 layers keep float experts, such as blocks.0.mlp.experts" in line
+    assert notices.float_experts("model_q4", model, [GATE_UP, DOWN]) == []
 
 
 @pytest.mark.parametrize("suffix", ["q4_rows", "scales", "zero_points"])

@@ -15,8 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 import edgelin
 from edgelin.errors import EdgelinError
+from edgelin.export import notices
 from edgelin.runtimes import chat
 from edgelin.runtimes.manifest import Manifest
+from edgelin.runtimes.tokenizer_record import TokenizerRecord
 
 ENDED = """{%- for m in messages %}
     {{- '<|end|>' + m.role + '\n' + m.content + '<|end|>\n' }}
@@ -242,3 +244,26 @@ def test_a_bundle_without_the_new_keys_is_read(tiny: Any) -> None:
     content["digest"] = digest(content)
     record = Manifest.from_dict(content).tokenizer
     assert record is not None and record.ends == {0} and record.chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (ENDED, None),
+        (INSTRUCT, None),
+        ("{% for m in messages %}{{ m.content", "unexpected end of template"),
+        ("{{ messages[0].content | shout }}", "No filter named 'shout'"),
+        ("{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}", "one turn"),
+    ],
+)
+def test_faults_are_found_before_a_dialogue(
+    tmp_path: Path, template: str, words: str | None
+) -> None:
+    path = tmp_path / "chat_template.jinja"
+    path.write_text(template)
+    record = TokenizerRecord("tokenizer.json", 0, {}, (0,), path.name, {"eos_token": "</s>"})
+    why = chat.fault(path, {"bos_token": "<s>", **record.chat_tokens})
+    assert why is None if words is None else words in str(why)
+    lines = notices.template(tmp_path, record)
+    assert [f"({why})" in line for line in lines] == [True] * (words is not None)
+    assert notices.template(tmp_path, dataclasses.replace(record, chat_template=None)) == []
