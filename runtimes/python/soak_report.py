@@ -20,7 +20,7 @@ _MEMORY = 8 << 20  # bytes that a process may grow by once it has warmed up
 _WARM = 4096  # steps until memory pools have settled, and within which a distance is a short text's
 # A distance from the float64 model far down the stream may be so many times one within _WARM: each
 # is of one position, and rounded activations scatter. What float32 makes of it is always allowed.
-_ROOM, _FLOAT32 = 4.0, 1e-3
+_ROOM, _FLOAT32 = 4.0, 1e-4
 
 
 @dataclass(frozen=True)
