@@ -75,11 +75,8 @@ async function write(stream: Stream, { prompt, tokens, temperature }: Writing): 
     }
     if (stream.position > last) count++;
     last = stream.position;
-    if (performance.now() - shown > SHOW_EVERY) {
-      show();
-      await new Promise((resolve) => setTimeout(resolve)); // lets "pause" in
-    }
-    if (paused) break;
+    if (performance.now() - shown > SHOW_EVERY) show();
+    if (paused) break; // generate lets messages in
     begin = performance.now();
   }
   show();

@@ -232,7 +232,7 @@ export class Stream {
       if (ends.has(token)) return yield this.flush();
       await this.feed([token]);
       if (performance.now() - rested > BREATH) {
-        await new Promise((resolve) => setTimeout(resolve));
+        await otherTasks();
         rested = performance.now();
       }
       yield decoding.push(token);
@@ -344,6 +344,19 @@ export class Stream {
   #refuseBusy(): void {
     if (this.#busy) throw new EdgelinError("the stream is still reading; await the call before, or fork the stream first");
   }
+}
+
+/** Lets other tasks of this thread run; a browser's timer would wait 4 ms longer. */
+function otherTasks(): Promise<void> {
+  if (typeof setImmediate === "function") return new Promise((resolve) => setImmediate(resolve));
+  const { port1, port2 } = new MessageChannel();
+  return new Promise((resolve) => {
+    port1.onmessage = () => {
+      port1.close();
+      resolve();
+    };
+    port2.postMessage(null);
+  });
 }
 
 /** Shape and content of a state. */
