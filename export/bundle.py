@@ -28,7 +28,7 @@ from edgelin.export import contract, genai, golden, notices, passes, store, targ
 from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
 from edgelin.export.measure import measure
-from edgelin.export.passes.portable import make_portable
+from edgelin.export.passes.portable import NO_EXPERTS, make_portable
 from edgelin.export.profiles import Profile, check_onnxruntime, find
 from edgelin.export.quantise import Outcome
 from edgelin.export.quantise import quantise as quantise_graph
@@ -157,6 +157,8 @@ def _load(
         name: recipe and recipe.for_model(config, roles, mixers_only=mixers_only)
         for name, recipe in recipes.items()
     }
+    if "portable" in recipes and _has_experts(model):
+        raise EdgelinError(NO_EXPERTS)
     check_onnxruntime(_oldest(chosen, model, recipes))
     _check_weights(checkpoint, model)
     if config.features is None:
@@ -351,8 +353,13 @@ class _Export:
 
 def _oldest(profile: Profile, model: SequenceModel, recipes: dict[str, Recipe | None]) -> str:
     """The oldest onnxruntime for a model's graphs."""
-    experts = any(isinstance(module, Experts) for module in model.modules())
-    return profile.min_onnxruntime(quantised=any(recipes.values()), experts=experts)
+    quantised = any(recipes.values())
+    return profile.min_onnxruntime(quantised=quantised, experts=_has_experts(model))
+
+
+def _has_experts(model: SequenceModel) -> bool:
+    """Whether a model has layers of experts."""
+    return any(isinstance(module, Experts) for module in model.modules())
 
 
 def _check_weights(checkpoint: Path, model: SequenceModel) -> None:

@@ -22,6 +22,7 @@ import onnx_ir as ir
 from edgelin.errors import EdgelinError
 from edgelin.export.passes.edit import add_constant, constant, drop_unused, replace
 
+NO_EXPERTS = "layers of experts have no portable form; leave --portable out"
 _VENDOR = "com.microsoft"
 
 Codes = npt.NDArray[np.uint8]
@@ -35,7 +36,7 @@ def make_portable(model: ir.Model) -> bool:
     """
     nodes = [node for node in model.graph if node.domain == _VENDOR]
     if any(node.op_type == "QMoE" for node in nodes):
-        raise EdgelinError("layers of experts have no portable form; leave --portable out")
+        raise EdgelinError(NO_EXPERTS)
     looked_up = {_name(node.inputs[0]) for node in nodes if node.op_type == "GatherBlockQuantized"}
     changed = False
     for node in nodes:

@@ -89,6 +89,12 @@ def test_bundles_are_the_checkpoint(
         assert not any(name.startswith("blocks.0.mlp.shared.up") for name in names)
 
 
+def test_portable_experts_are_refused_at_once(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(EdgelinError, match="no portable form"):
+        export_checkpoint(saved, tmp_path / "bundle", quantise=("portable",))
+    assert not list(tmp_path.iterdir())
+
+
 def test_bundles_of_experts_without_a_gate_are_the_checkpoint(tmp_path: Path) -> None:
     """Their kernel has a gate, which reads the same rows: the file has them twice."""
     saved, out = save(tmp_path / "m", gated=False, latent_size=64), tmp_path / "bundle"
