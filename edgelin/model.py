@@ -23,6 +23,7 @@ from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.experts import Experts
 from edgelin.layers import FeatureProjection, LayerNorm, RMSNorm, keep_last, running_mean
+from edgelin.mixer_trial import check_apart, told, try_out
 from edgelin.mixers import mlp
 from edgelin.recurrences.lengths import masked
 from edgelin.state import StateSpec
@@ -169,7 +170,8 @@ def _blocks(config: ModelConfig) -> nn.ModuleList:
         block = Block(config, layer)
         for branch in block.branches():
             if getattr(branch, "shares", False):
-                branch.follow(earlier)
+                with told(f"{type(branch).__module__}.Mixer.follow"):
+                    branch.follow(earlier)
             earlier.append(branch)
         blocks.append(block)
     return blocks
@@ -190,7 +192,8 @@ class SequenceModel(nn.Module):
         config: Sizes and the mixer of every layer.
 
     Raises:
-        EdgelinError: A mixer's table is wrong, or the model does not fit memory.
+        EdgelinError: A mixer's table is wrong, a mixer from outside fails its trial
+            (:mod:`edgelin.mixer_trial`), or the model does not fit memory.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -209,7 +212,10 @@ class SequenceModel(nn.Module):
             self.head = nn.Linear(config.hidden_size, config.features.outputs)
         elif not config.tie_word_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        check_apart(self._branches())
         self._initialise()
+        for branch in self._branches():
+            try_out(branch, config.hidden_size)
 
     def state_specs(self) -> list[StateSpec]:
         """Every state, in layer order; then ``pool`` and ``position`` if something needs them."""
@@ -344,4 +350,5 @@ class SequenceModel(nn.Module):
             self.embedding.reset_parameters()
         for branch in self._branches():
             if hasattr(branch, "reset_parameters"):
-                branch.reset_parameters()
+                with told(f"{type(branch).__module__}.Mixer.reset_parameters"):
+                    branch.reset_parameters()

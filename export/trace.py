@@ -27,6 +27,7 @@ from edgelin.export import trace_blocks
 from edgelin.export.contract import LENGTHS, signature
 from edgelin.export.passes.experts import OP_TYPE as EXPERTS
 from edgelin.export.passes.lower_recurrences import DOMAIN, OPERATORS
+from edgelin.mixer_trial import is_outside, reason
 from edgelin.recurrences import CHUNK
 from edgelin.state import GROWING, StateSpec
 
@@ -126,7 +127,7 @@ def _export(
     alike: list[trace_blocks.Kind],
 ) -> ir.Model:
     """Torch's export of a module that takes one tensor and any number of others."""
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _quiet(), _told(module):
         program = torch.onnx.export(
             module,
             tuple(arguments),
@@ -141,6 +142,21 @@ def _export(
         )
     assert program is not None
     return program.model
+
+
+@contextmanager
+def _told(module: torch.nn.Module) -> Iterator[None]:
+    """Tell in one line why a model with mixers from outside cannot be traced."""
+    try:
+        yield
+    except Exception as error:  # torch raises many kinds; ours are ours to see as they are
+        if not is_outside(module):
+            raise
+        cause = error.__cause__ or error
+        raise EdgelinError(
+            f"the mixers from outside of edgelin cannot be traced: {reason(cause)}; nothing in "
+            f"forward may depend on a tensor's values, see docs/new-mixer.md"
+        ) from error
 
 
 def _like_signature(module: torch.nn.Module, axes: list[dict[int, Any]]) -> Any:

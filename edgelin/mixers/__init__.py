@@ -40,6 +40,7 @@ from torch import nn
 
 from edgelin.config import ModelConfig, from_dict
 from edgelin.errors import EdgelinError
+from edgelin.mixer_trial import check_specs, told
 from edgelin.state import StateSpec
 
 _MOST_SIZE = 1 << 16  # any product of a few stays below 2^63
@@ -124,7 +125,8 @@ def read_config(table: Mapping[str, Any], *, where: str) -> tuple[ModuleType, An
     if "type" not in values:
         raise EdgelinError(f"{where} lacks the key 'type', the name of a mixer")
     module = load(values.pop("type"))
-    return module, from_dict(module.Config, values, where)
+    with told(f"{module.__name__}.Config"):
+        return module, from_dict(module.Config, values, where)
 
 
 def check(config: ModelConfig) -> None:
@@ -143,8 +145,10 @@ def build(
     """Build the mixer that a ``model.mixers`` table describes.
 
     Raises:
-        EdgelinError: As :func:`read_config`.
+        EdgelinError: As :func:`read_config`, or a module from outside is no mixer.
     """
     module, config = read_config(table, where=where)
-    mixer: nn.Module = module.Mixer(config, hidden_size, layer, norm_eps)
+    with told(f"{module.__name__}.Mixer"):
+        mixer: nn.Module = module.Mixer(config, hidden_size, layer, norm_eps)
+    check_specs(mixer)
     return mixer
