@@ -16,6 +16,7 @@ from edgelin.recurrences.lengths import last
 
 # A tensor, because torch's exporter stores a Python number in float32 beside float64 operands.
 _TURN = torch.tensor(2 * math.pi, dtype=torch.float64)
+_FARTHEST = 1e4  # standard deviations
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -144,9 +145,11 @@ class HeadLayerNorm(nn.Module):
 
 
 class FeatureProjection(nn.Module):
-    """Features into the stream: proj((x - mean) * scale).
+    """Features into the stream: proj(z), z = (x - mean) * scale within -10,000 .. 10,000.
 
     ``mean`` and ``scale`` are those of the training data, so that a model reads raw measurements.
+    What is so many deviations away is a broken sensor's: beyond 1e19 a norm would square it into
+    infinity, and the whole step would silently count as zeros.
 
     Args:
         size: Features F of a step.
@@ -168,7 +171,8 @@ class FeatureProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., F]` to `[..., hidden_size]`."""
-        y: Tensor = self.proj((x - self.mean) * self.scale)
+        z = (x - self.mean) * self.scale
+        y: Tensor = self.proj(z.clamp(-_FARTHEST, _FARTHEST))
         return y
 
 

@@ -73,6 +73,18 @@ def test_features_are_normalised_inside_the_model() -> None:
     torch.testing.assert_close(model.embedding(x), wanted)
 
 
+def test_a_broken_sensor_is_far_away_and_no_more() -> None:
+    model = feature_model("step").float()
+    x = torch.randn(1, 4, 5)
+    x[0, 1, 2], x[0, 2, 0], x[0, 3, 4] = 1e30, -3e38, 2e4
+    mean, scale = model.embedding.mean.numpy(), model.embedding.scale.numpy()
+    z = ((x.numpy().astype(np.float64) - mean) * scale).clip(-10_000, 10_000)
+    weight, bias = (p.detach().numpy() for p in model.embedding.proj.parameters())
+    np.testing.assert_allclose(model.embedding(x).detach(), z @ weight.T + bias, rtol=1e-4)
+    answers = model(x)[0]
+    assert answers.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
