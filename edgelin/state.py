@@ -4,12 +4,12 @@ Mixers declare their states as :class:`StateSpec`; the model, the exporter, the 
 runtime derive names, shapes and initial values from it, so that no reader has to know a mechanism.
 
 Kinds: ``recurrent`` (matrix state S), ``normalizer`` (z), ``recurrent_recent`` and
-``normalizer_recent`` (their sums over the last tokens, where sums have two levels), ``max`` (running maximum of exponents),
-``ssm`` / ``ssm_re`` / ``ssm_im`` (diagonal state), ``rnn`` (state of a non-linear recurrence),
-``conv`` (tail of a short convolution), ``shift`` / ``mlp_shift`` (the last token that a mixer, or
-what follows it, read), ``key`` / ``value`` (cache of softmax attention: the ring of a window, or
-all tokens), ``pool`` (running mean under a head for whole sequences), ``position`` (tokens seen;
-one a model).
+``normalizer_recent`` (their sums over the last tokens, where sums have two levels), ``max``
+(running maximum of exponents), ``ssm`` / ``ssm_re`` / ``ssm_im`` (diagonal state), ``rnn`` (state
+of a non-linear recurrence), ``conv`` (tail of a short convolution), ``shift`` / ``mlp_shift`` (the
+last token that a mixer, or what follows it, read), ``key`` / ``value`` (cache of softmax attention:
+the ring of a window, or all tokens), ``pool`` (running mean under a head for whole sequences),
+``position`` (tokens seen; one a model).
 
 Shapes are fixed, with one exception: the axis called ``"past"`` of the cache of an attention over
 all tokens is 0 long at first and one longer after every token.
