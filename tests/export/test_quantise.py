@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from export_models import session
 
+from edgelin.errors import EdgelinError
 from edgelin.export import rounding
-from edgelin.export.quantise import quantise
-from edgelin.export.quantise_recipe import RECIPES, Recipe
+from edgelin.export.quantise import quantise, round_to_nearest
+from edgelin.export.quantise_gptq import gptq
+from edgelin.export.quantise_recipe import RECIPES, Format, Recipe
 from edgelin.export.rounding import round_matrix
+from edgelin.export.verify_weights import check_weights
 
 WIDTH, ROWS = 80, 12  # no multiple of the block of 32
 
@@ -194,3 +199,33 @@ def test_recipe_words_are_whole_words() -> None:
     outcome = quantise(model, Recipe.of(4, roles={"embedding": 8}))
     assert sorted(outcome.rounded) == ["embedding.weight", "width.weight"]
     assert outcome.matrices["embedding.weight"]["bits"] == 8
+
+
+def test_codes_that_a_text_decided_are_told_from_other_weights(tmp_path: Path) -> None:
+    model, own = _model()
+    weights = {
+        "embedding.weight": own["table"],
+        "up.weight": own["up"],
+        "up.bias": own["bias"],
+        "beta_decay_proj.weight": own["gate"],
+    }
+    x = np.random.default_rng(5).standard_normal((300, 7)) @ np.ones((7, WIDTH))
+    x += 0.1 * np.random.default_rng(6).standard_normal(x.shape)
+    nearest = round_to_nearest(own["up"], Format(4, 32))
+    codes = nearest.codes.copy()
+    rounded = gptq(own["up"], torch.from_numpy(x.T @ x), nearest)
+    assert (rounded.codes != codes).mean() > 0.02
+    quantise(model, Recipe.of(4), rounded={"up.weight": rounded})
+    path = tmp_path / "model.onnx"
+    ir.save(model, path)
+    check_weights(path, weights, list, most_codes=1)
+    with pytest.raises(EdgelinError, match=r"not the checkpoint's weights: up\.weight;"):
+        check_weights(path, weights, list)
+    value = model.graph.initializers["up.weight_q4"]
+    assert value.const_value is not None
+    packed = value.const_value.numpy().copy()
+    packed[3, 1, 4] = (packed[3, 1, 4] & 0xF0) | ((packed[3, 1, 4] + 5) & 0x0F)
+    value.const_value = ir.Tensor(packed, name=value.name)
+    ir.save(model, path)
+    with pytest.raises(EdgelinError, match=r"not the checkpoint's weights: up\.weight;"):
+        check_weights(path, weights, list, most_codes=1)

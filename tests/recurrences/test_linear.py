@@ -45,6 +45,15 @@ def test_chunked_hard_decays(hard, decay):
         assert error(got, want) < 2e-6
 
 
+@pytest.mark.parametrize("decay", ["head", "key"])
+def test_a_decay_of_minus_infinity_is_the_floor(decay):
+    """Differences of its sums would be NaN."""
+    q, k, v, g, state = make(decay, 70)
+    g[:, 5::7] = -torch.inf
+    for got, want in zip(linear(q, k, v, g, state), loop(q, k, v, g, state, 1.0), strict=True):
+        assert error(got, want) < 2e-6
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 def test_calls_continue(decay):
     """Uneven calls that hand the state on give what one call gives."""
