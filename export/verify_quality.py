@@ -107,10 +107,16 @@ def _quality(bundle: Bundle, name: str, label: str, wanted: Array, found: Array)
         label,
         unit,
         len(wanted),
-        KL_LIMITS[width],
+        max(KL_LIMITS[width], _budget(bundle)),
         kl=float(divergence(wanted, found).mean()),
         top1=float((wanted.argmax(-1) == found.argmax(-1)).mean()),
     )
+
+
+def _budget(bundle: Bundle) -> float:
+    """Nat that a variant was exported to cost at most, on another text: twice that; or 0."""
+    quantisation = bundle.manifest.variants[bundle.variant].quantisation or {}
+    return 2 * float(quantisation.get("budget_kl", 0))
 
 
 def _write_text(form: Form, state: State, first: int) -> Array:

@@ -121,6 +121,8 @@ def _quantisation(recipe: dict[str, Any] | None) -> str:
     """A recipe in a few words."""
     if recipe is None:
         return "float32"
+    if recipe.get("matrices"):
+        return f"int{recipe['bits']} and more, chosen for each matrix"
     return f"int{recipe['bits']}, blocks of {recipe['block_size']}"
 
 
