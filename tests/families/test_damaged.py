@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_mamba2 import model
 
 from edgelin.errors import EdgelinError
@@ -69,6 +69,45 @@ def test_tensors(
     oracle.add_tensors(folder, {A_LOG: change(found)})
     with pytest.raises(EdgelinError, match=message):
         convert(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content[: len(content) // 2], "is damaged"),
+        (lambda content: content[:100], "is damaged"),
+        (lambda content: content[:4], "is damaged"),
+        (lambda content: b"", "is damaged"),
+    ],
+    ids=["half", "in the header", "in its length", "empty"],
+)
+def test_half_written(
+    folder: Path, tmp_path: Path, change: Callable[[bytes], bytes], message: str
+) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(EdgelinError, match=message):
+        import_folder(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", ["transposed", "cut", "missing"])
+def test_one_wrong_tensor(folder: Path, tmp_path: Path, change: str) -> None:
+    """Every matrix of a layer in turn; each is named."""
+    whole = load_file(folder / "model.safetensors")
+    names = [n for n, t in whole.items() if t.dim() == 2 and t.shape[0] != t.shape[1]]
+    assert len(names) > 3
+    for name in names:
+        values = dict(whole)
+        matrix = values.pop(name)
+        if change != "missing":
+            cut = matrix[:-1] if change == "cut" else matrix.T
+            values[name] = cut.contiguous()
+        save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(EdgelinError, match=name.rpartition(".")[0]) as caught:
+            import_folder(folder, tmp_path / "out")
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "out").exists()
 
 
 def test_files_of_pickles(folder: Path, tmp_path: Path) -> None:
