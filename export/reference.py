@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,7 +44,7 @@ def reference(
         rounded: Parameters to replace by their quantised values.
         rounded_activations: Round also what these are multiplied with, to 8 bits in their blocks.
         dtype: What is computed in.
-        empty: Makes the array of the outputs.
+        empty: Makes the arrays of the outputs and states.
     """
     rounded = rounded or {}
     source, output = signature(model.config)
@@ -63,9 +64,17 @@ def reference(
     return Stream(
         inputs,
         outputs,
-        {name: value[0].numpy() for name, value in states.items()},
+        {name: _kept(value[0], empty) for name, value in states.items()},
         output.is_distribution,
     )
+
+
+def _kept(value: Tensor, empty: Empty) -> npt.NDArray[Any]:
+    """A copy in memory of the caller's choice: the states of a model may be as large as a layer."""
+    array = value.numpy()
+    kept = empty(array.shape, array.dtype)
+    kept[...] = array
+    return kept
 
 
 class _Exact:
