@@ -31,6 +31,7 @@ after(async () => {
 /** A page with the test functions; errors of the page fail the test. */
 async function open(path = "/dist/", from = browser) {
   const page = await from.newPage();
+  page.setDefaultTimeout(120_000); // a busy machine is no failure
   page.warnings = [];
   page.on("console", (message) => page.warnings.push(message.text()));
   page.on("pageerror", (error) => assert.fail(error));
