@@ -40,6 +40,7 @@ constexpr size_t kWindow = 64;  // tokens that the repetition penalty looks back
 constexpr uintmax_t kHashLimit = uintmax_t{256} << 20;  // larger files are compared by size
 constexpr uintmax_t kLargestHeader = uintmax_t{100} << 20;
 constexpr int64_t kTestSteps = 5;
+constexpr int kDeepest = 100;  // of JSON
 constexpr uint32_t kApi = 17;  // of onnxruntime; all functions used here are at least as old
 
 struct Error : std::runtime_error {
@@ -166,6 +167,14 @@ void write_file(const fs::path& path, const std::string& content) {
   refuse(text_of(path) + " cannot be written: " + error.message());
 }
 
+/// Parsed JSON; nothing recursive is done with one that is nested deeply.
+json parse_json(const std::string& text) {
+  return json::parse(text, [](int depth, json::parse_event_t, const json&) {
+    if (depth > kDeepest) refuse("it is nested too deeply");
+    return true;
+  });
+}
+
 /// Size, and the hash of a file that is not too large, as the manifest records them.
 void check_file(const fs::path& path, const json& record) {
   std::error_code error;
@@ -253,7 +262,7 @@ struct Manifest {
              "`edgelin export`");
     text = read_file(path);
     try {
-      content = json::parse(text);
+      content = parse_json(text);
       read(text_of(path));
     } catch (const json::exception& error) {
       refuse(text_of(path) + " is not a valid manifest: " + error.what() + "; export again");
@@ -624,8 +633,7 @@ Saved parse_state(const std::string& content) {
   if (content.size() < 8) refuse("it is too short");
   std::memcpy(&length, content.data(), 8);
   if (length > kLargestHeader || length > content.size() - 8) refuse("its header is too long");
-  const json header =
-      json::parse(content.begin() + 8, content.begin() + 8 + static_cast<int64_t>(length));
+  const json header = parse_json(content.substr(8, length));
   Saved saved;
   saved.metadata = header.at("__metadata__").get<std::map<std::string, std::string>>();
   if (saved.metadata["edgelin_state"] != "1") refuse("its format is not 1");
@@ -863,7 +871,7 @@ class Stream {
     if (manifest.feature_size == 0) {
       std::fill(next.recent.begin(), next.recent.end(), recent_of(word("recent"), position));
       next.tail = word("text");
-      const json tail = json::parse(next.tail);
+      const json tail = parse_json(next.tail);
       if (!tail.at("pending").is_string() || !tail.at("held").is_string())
         refuse("its text is odd");
     }
@@ -925,7 +933,7 @@ class Stream {
   }
 
   std::deque<int64_t> recent_of(const std::string& text, int64_t position) const {
-    const json ids = json::parse(text);
+    const json ids = parse_json(text);
     const auto good = [&](const json& id) {
       return id.is_number_integer() && id >= 0 && id < bundle_->manifest.vocab_size;
     };
@@ -1042,7 +1050,7 @@ void restore(Stream& stream, const Saved& saved, const fs::path& path) {
 /// Replays golden.json: the answers and states of the exporter's float64 model, within tolerance.
 void replay_golden(const std::shared_ptr<Bundle>& bundle) {
   const Manifest& manifest = bundle->manifest;
-  const json golden = json::parse(read_file(bundle->folder / "golden.json"));
+  const json golden = parse_json(read_file(bundle->folder / "golden.json"));
   const json& tolerance = golden.at("tolerance").at(bundle->variant);
   const auto fail = [&](const std::string& what) {
     refuse(text_of(bundle->folder) +
@@ -1131,7 +1139,7 @@ std::shared_ptr<Bundle> load(const char* folder, const edgelin_options& options)
   Ort::AllocatorWithDefaultOptions allocator;
   const auto stored =
       bundle->session.GetModelMetadata().LookupCustomMetadataMapAllocated("edgelin", allocator);
-  if (stored == nullptr || json::parse(stored.get(), nullptr, false) != bundle->manifest.io_part())
+  if (stored == nullptr || parse_json(stored.get()) != bundle->manifest.io_part())
     refuse(text_of(graph) +
            " does not carry the contract of edgelin.json; the files are of different exports");
   bundle->in_place = test_calls(*bundle, false) == test_calls(*bundle, true);

@@ -250,6 +250,9 @@ static void refusals(const fs::path& golden, const fs::path& work) {
   write(copy / "edgelin.json", manifest);
   refused(edgelin_load(copy.u8string().c_str(), &options) == nullptr, "changed after export",
           "a changed manifest");
+  write(copy / "edgelin.json",
+        "{\"format\": 1, \"a\": " + std::string(200000, '[') + std::string(200000, ']') + "}");
+  refused(edgelin_load(copy.u8string().c_str(), &options) == nullptr, "deeply", "a deep manifest");
   write(copy / "edgelin.json", read(bundles / "edgelin.json"));
   std::string weights = read(copy / "onnx" / "model.onnx_data");
   weights[100] = static_cast<char>(weights[100] ^ 1);

@@ -141,12 +141,20 @@ class Manifest private constructor(val content: JsonObject, where: String) {
 /** Parsed JSON. */
 internal fun parseJson(text: String, where: String): JsonElement =
     try {
-        JsonParser.parseString(text)
+        JsonParser.parseString(text).also { if (deeperThan(it, DEEPEST)) throw StackOverflowError() }
     } catch (error: JsonParseException) {
         refuse("$where is not valid JSON (${error.message}); take the original", error)
     } catch (error: StackOverflowError) {
         refuse("$where is nested too deeply; take the original", error)
     }
+
+/** Whether lists and objects are nested so deeply that nothing recursive should be done with them. */
+private fun deeperThan(value: JsonElement, limit: Int): Boolean = when {
+    limit == 0 -> true
+    value.isJsonArray -> value.asJsonArray.any { deeperThan(it, limit - 1) }
+    value.isJsonObject -> value.asJsonObject.entrySet().any { deeperThan(it.value, limit - 1) }
+    else -> false
+}
 
 /** JSON in one spelling (RFC 8785). */
 internal fun canonicalJson(value: JsonElement): String = when {
@@ -230,4 +238,5 @@ internal fun sha256(bytes: ByteArray): String = MessageDigest.getInstance("SHA-2
 
 internal fun ByteArray.hex(): String = joinToString("") { "%02x".format(it) }
 
+private const val DEEPEST = 100
 private const val HASH_LIMIT = 256L shl 20 // larger files are compared by size

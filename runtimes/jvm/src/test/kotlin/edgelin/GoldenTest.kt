@@ -181,6 +181,8 @@ private fun refusals(golden: File, work: File) {
     val manifest = File(copy, "edgelin.json")
     manifest.writeText(manifest.readText().replace("\"chunk\": 64", "\"chunk\": 63"))
     refused("changed after export", "a changed manifest") { Bundle(copy, "model") }
+    manifest.writeText("{\"format\": 1, \"a\": ${"[".repeat(100_000)}${"]".repeat(100_000)}}")
+    refused("", "a deep manifest") { Bundle(copy, "model") }
     File(folder, "edgelin.json").copyTo(manifest, overwrite = true)
     val weights = File(copy, "onnx/model.onnx_data")
     weights.writeBytes(weights.readBytes().also { it[100] = (it[100].toInt() xor 1).toByte() })
