@@ -8,7 +8,10 @@ tools=$PWD/build/toolchain
 build=$PWD/build/android
 jar=$tools/android/usr/lib/android-sdk/platforms/android-23/android.jar
 source=android_demo/app/src/main
-command -v aapt2 >/dev/null || apt-get install -qq -y --no-install-recommends aapt >/dev/null
+if ! command -v aapt2 >/dev/null; then
+    install=(apt-get install -qq -y --no-install-recommends aapt)
+    "${install[@]}" >/dev/null || { apt-get update -qq && "${install[@]}" >/dev/null; }
+fi
 runtimes/jvm/build.sh
 rm -rf "$build" && mkdir -p "$build/classes"
 sed 's/<manifest /&package="edgelin.demo" /' $source/AndroidManifest.xml >"$build/AndroidManifest.xml"

@@ -40,7 +40,7 @@ debian() {
 }
 
 # The same from another suite of Debian than the machine's: suite, target, packages.
-debian_of() {
+debian_of() (
     local suite=$1 target=$2 apt=$TOOLS/apt-$1
     shift 2
     mkdir -p "$apt/lists/partial" "$apt/archives/partial" "$target"
@@ -48,18 +48,16 @@ debian_of() {
         "http://deb.debian.org/debian $suite main" >"$apt/sources.list"
     local options=(-qq -o "Dir::Etc::SourceList=$apt/sources.list" -o Dir::Etc::SourceParts=/dev/null
         -o "Dir::State::Lists=$apt/lists" -o "Dir::Cache=$apt" -o APT::Sandbox::User=root)
-    apt-get "${options[@]}" update
-    (cd "$target" && apt-get "${options[@]}" download "$@" && for archive in *.deb; do
-        dpkg-deb -x "$archive" .
-    done)
-}
+    apt-get "${options[@]}" update && cd "$target" && apt-get "${options[@]}" download "$@" &&
+        for archive in *.deb; do dpkg-deb -x "$archive" .; done
+)
 
 # The AAR of onnxruntime-android: headers, Java classes, native libraries.
 aar() {
     [ -d "$TOOLS/aar/headers" ] && return
     npm_files "$ORT_JAVA" Plugins/Android/onnxruntime.aar "$TOOLS/npm"
     unzip -qo "$TOOLS/npm/Plugins/Android/onnxruntime.aar" classes.jar 'headers/*' \
-        'jni/x86_64/*' 'jni/arm64-v8a/libonnxruntime4j_jni.so' -d "$TOOLS/aar"
+        'jni/x86_64/*' -d "$TOOLS/aar"
 }
 
 # The library of the installed Python package, under the names that linkers and loaders ask for.
@@ -134,7 +132,8 @@ arm64() {
 android() {
     jvm
     [ -f "$TOOLS/android/usr/lib/android-sdk/platforms/android-23/android.jar" ] ||
-        debian_of sid "$TOOLS/android" libandroid-23-java
+        debian_of sid "$TOOLS/android" libandroid-23-java ||
+        debian_of bullseye "$TOOLS/android" libandroid-23-java
 }
 
 for piece in "$@"; do "$piece"; done
