@@ -70,7 +70,6 @@ def export(
 ) -> Callable[[str], Any]:
     """The int8 or int4 variant of the report of an export."""
     monkeypatch.setattr(bundles, "trace", lambda model, **options: traced.clone())
-    monkeypatch.setattr(bundles, "measure", lambda bundle, key: {})
 
     def run(bits: str) -> Any:
         report = export_checkpoint(folder, tmp_path / "out", quantise=(bits,), force=True)
@@ -200,7 +199,6 @@ def verified(
 ) -> Callable[..., list[Comparison]]:
     """The comparisons of an int8 bundle, whose graph was edited, with its checkpoint."""
     monkeypatch.setattr(bundles, "trace", lambda model, **options: traced.clone())
-    monkeypatch.setattr(bundles, "measure", lambda bundle, key: {})
     monkeypatch.setattr(verify, "_qualities", lambda *args: None)
 
     def run(edit: Callable[[onnx.ModelProto], object] = lambda graph: None) -> list[Comparison]:

@@ -40,12 +40,16 @@ def small_trace(small_checkpoint: Path) -> ir.Model:
 
 @pytest.fixture(scope="module")
 def bundle(
-    small_checkpoint: Path, small_trace: ir.Model, tmp_path_factory: pytest.TempPathFactory
+    small_checkpoint: Path,
+    small_trace: ir.Model,
+    unmeasured: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Path]:
-    """A bundle with every variant; tests must not change it."""
+    """A bundle with every variant, measured; tests must not change it."""
     out = tmp_path_factory.mktemp("bundle") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundles, "trace", lambda model, **options: small_trace.clone())
+        patch.setattr(bundles, "measure", unmeasured)
         export_checkpoint(small_checkpoint, out, quantise=VARIANTS)
     yield out
 
@@ -54,9 +58,8 @@ def bundle(
 def quick(
     small_checkpoint: Path, small_trace: ir.Model, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """``export_checkpoint`` of one float variant, with nothing timed."""
+    """``export_checkpoint`` of one float variant."""
     monkeypatch.setattr(bundles, "trace", lambda model, **options: small_trace.clone())
-    monkeypatch.setattr(bundles, "measure", lambda folder, key: {})
 
     def run(out: Path, **options: Any) -> Any:
         return export_checkpoint(small_checkpoint, out, **options)
@@ -126,11 +129,8 @@ def test_weights_in_several_files(
     np.testing.assert_array_equal(*logits)
 
 
-def test_int4_where_there_are_mixers_only(
-    tmp_path: Path, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int4_where_there_are_mixers_only(tmp_path: Path, small_checkpoint: Path) -> None:
     """What keeps 8 bits beside 4-bit MLPs has 4 where there are none."""
-    monkeypatch.setattr(bundles, "measure", lambda folder, key: {})
     config = dataclasses.replace(
         checkpoint.read_config(small_checkpoint), intermediate_size=0, layers=("gdn",)
     )

@@ -14,7 +14,6 @@ import onnx
 import pytest
 
 from edgelin.errors import EdgelinError
-from edgelin.export import bundle as bundles
 from edgelin.export import passes
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
@@ -153,12 +152,6 @@ def text() -> str:
     return " ".join(random.choice(["a", "small", "text", "of", "few", "words", "more"], 900))
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundles, "measure", lambda bundle, key: {})
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("minimise", ["size", "time"])
 def test_auto_exports_what_it_chose(
     small_checkpoint: Path, tmp_path: Path, text: str, minimise: str
@@ -194,7 +187,6 @@ def test_auto_exports_what_it_chose(
         assert verify(out, small_checkpoint).passed
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_missed_budget_keeps_the_bundle_aside(
     small_checkpoint: Path, tmp_path: Path, text: str
 ) -> None:

@@ -19,7 +19,6 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edgelin.export import bundle as bundles
 from edgelin.export import passes
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
@@ -131,9 +130,8 @@ def test_a_loud_token_does_not_drown_its_neighbours() -> None:
 
 
 def test_int4_is_exact_with_float_activations_and_near_by_kl_with_rounded_ones(
-    small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_checkpoint: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bundles, "measure", lambda bundle, key: {})
     report = export_checkpoint(small_checkpoint, tmp_path / "out", quantise=("int4",))
     (found,) = report.variants.values()
     assert found.float_activations is not None and found.graph.kl is not None

@@ -14,7 +14,6 @@ from torch import nn
 
 import edgelin.runtimes
 from edgelin.errors import EdgelinError
-from edgelin.export import bundle as bundles
 from edgelin.export import passes
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
@@ -40,9 +39,7 @@ def traced(model: SequenceModel) -> ir.Model:
 def bundle(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One with every variant; tests only read it."""
     out = tmp_path_factory.mktemp("streams") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundles, "measure", lambda folder, key: {})
-        report = export_checkpoint(small_checkpoint, out, quantise=("none", "int8"), streams=True)
+    report = export_checkpoint(small_checkpoint, out, quantise=("none", "int8"), streams=True)
     errors = {name: variant.ragged for name, variant in report.variants.items()}
     assert errors.keys() == {"model", "model_q8"}
     assert errors["model"] is not None and errors["model"] < 1e-5
@@ -179,7 +176,6 @@ def test_a_pool_reads_ragged_prompts_in_one_call(
 def test_a_graph_that_lets_padding_into_its_states_is_not_put_in_place(
     small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundles, "measure", lambda folder, key: {})
     monkeypatch.setattr(recurrence, "masked", lambda x, lengths: x)
     with pytest.raises(EdgelinError, match="model: rows of a ragged call are off by"):
         export_checkpoint(small_checkpoint, tmp_path / "out", streams=True)
