@@ -126,6 +126,54 @@ def _decay_gradient(p, weight, g, carry, live, H: tl.constexpr, REV: tl.constexp
 
 
 @triton.jit
+def _step(
+    b_a, b_x, b_y, state, seen, g, token, o_t, live,
+    H: tl.constexpr, MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr,
+    DT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Outputs `[BT, BX or BY]` of a chunk, and the state `[BX, BY]` after it."""
+    if INNER:
+        acc = tl.dot(b_a, tl.trans(state.to(DT)), input_precision="ieee")
+        scores = tl.dot(b_a, tl.trans(b_y), input_precision="ieee")
+    else:
+        acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
+        scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
+    if MODE == HEAD:
+        sums, reads, adds, total = _head_decays(g, token, o_t, live, H, REV, WIDE)
+        acc *= reads[:, None]
+        scores *= tl.exp(tl.where(seen, _differences(sums, WIDE, REV), float("-inf")))
+    scores = tl.where(seen, scores, 0.0).to(DT)
+    if INNER:
+        acc = tl.dot(scores, b_x, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(scores, b_y, acc, input_precision="ieee")
+    if MODE == HEAD:
+        b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
+        state *= total
+    return acc, tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee")
+
+
+@triton.jit
+def _key_gradients(
+    w, g, token, acc, weight, carry, seen, o_t, o_y, live,
+    H: tl.constexpr, Y: tl.constexpr, REV: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """dq, and q dq to ``w``; or dk, and there the decay's gradient. The new carry."""
+    exponents = load_rows(g + token * Y, o_t, o_y, live, H, Y)
+    w += token * Y
+    if REV:
+        acc *= tl.exp(-exponents)
+        weight = load_rows(w, o_t, o_y, live, H, Y) - weight
+        total = tl.sum(weight, axis=0)
+        weight = carry[None, :] + _sums(seen, weight, PT, PARTS)
+        carry += total
+    else:
+        acc *= tl.exp(exponents)
+    store_rows(w, weight, o_t, o_y, live, H, Y)
+    return acc, carry
+
+
+@triton.jit
 def attend(
     a, x, y, g, enter, leave, far, h, ends, out, final, m, w, T, chunks, h_scale, out_scale,
     s_b, s_s, s_x, s_y, s_e, s_w,
@@ -141,16 +189,9 @@ def attend(
             return
     b, i_h = i_bh // H, i_bh % H
     o_t = tl.arange(0, BT)
-    o_x, o_y = tl.arange(0, BX), tl.arange(0, BY)
-    if INNER:
-        o_x += i_o * BX
-    else:
-        o_y += i_o * BY
-    row, col = o_t[:, None], o_t[None, :]
-    if REV:
-        seen = col >= row
-    else:
-        seen = col <= row
+    o_x = tl.arange(0, BX) + (i_o * BX if INNER else 0)
+    o_y = tl.arange(0, BY) + (0 if INNER else i_o * BY)
+    seen = o_t[None, :] >= o_t[:, None] if REV else o_t[None, :] <= o_t[:, None]
     in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
     cells = i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
     cells += o_y[None, :] * s_y
@@ -173,58 +214,34 @@ def attend(
         b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
         if INNER:
             b_a = load_rows(a + shared * Y, o_t, o_y, live, HY, Y).to(DT)
-            acc = tl.dot(b_a, tl.trans(state.to(DT)), input_precision="ieee")
-            scores = tl.dot(b_a, tl.trans(b_y), input_precision="ieee")
         else:
             b_a = load_rows(a + token * X, o_t, o_x, live, H, X).to(DT)
-            acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
-            scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
-        if MODE == HEAD:
-            sums, reads, adds, total = _head_decays(g, token, o_t, live, H, REV, WIDE)
-            acc *= reads[:, None]
-            scores *= tl.exp(tl.where(seen, _differences(sums, WIDE, REV), float("-inf")))
-        scores = tl.where(seen, scores, 0.0).to(DT)
-        if INNER:
-            acc = tl.dot(scores, b_x, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(scores, b_y, acc, input_precision="ieee")
-        if MODE == HEAD:
-            b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
-            state *= total
-        state = tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee")
+        acc, state = _step(
+            b_a, b_x, b_y, state, seen, g, token, o_t, live, H, MODE, INNER, REV, DT, WIDE
+        )
         if MODE == KEY:
             log_decay = _halves(leave, i_bh, n, o_y, T, Y, BT)
             if c + 1 < chunks:
                 log_decay += _halves(enter, i_bh, n - 1 if REV else n + 1, o_y, T, Y, BT)
             state *= tl.exp(log_decay)[None, :]
         acc = acc * out_scale
-        if INNER:
-            store_rows(out + token * X, acc, o_t, o_x, live, H, X)
-        elif not WEIGH:
-            store_rows(out + token * Y, acc, o_t, o_y, live, H, Y)
-        else:
+        if WEIGH:
             weight = acc * load_rows(m + shared * Y, o_t, o_y, live, HY, Y).to(tl.float32)
             if MODE == HEAD:
                 p_w = w + i_o.to(tl.int64) * s_w + token + o_t * H
-                weight = tl.sum(weight, axis=1)
-                carry = _decay_gradient(p_w, weight, g + token + o_t * H, carry, live, H, REV)
+                p_g, weight = g + token + o_t * H, tl.sum(weight, axis=1)
+                carry = _decay_gradient(p_w, weight, p_g, carry, live, H, REV)
             else:
-                exponents = load_rows(g + token * Y, o_t, o_y, live, H, Y)
-                if REV:
-                    acc *= tl.exp(-exponents)
-                    weight = load_rows(w + token * Y, o_t, o_y, live, H, Y) - weight
-                    total = tl.sum(weight, axis=0)
-                    weight = carry[None, :] + _sums(seen, weight, PT, PARTS)
-                    carry += total
-                else:
-                    acc *= tl.exp(exponents)
-                store_rows(w + token * Y, weight, o_t, o_y, live, H, Y)
+                acc, carry = _key_gradients(
+                    w, g, token, acc, weight, carry, seen, o_t, o_y, live, H, Y, REV, PT, PARTS
+                )
+        if INNER:
+            store_rows(out + token * X, acc, o_t, o_x, live, H, X)
+        else:
             store_rows(out + token * Y, acc, o_t, o_y, live, H, Y)
     if i_s == (0 if REV else tl.num_programs(1) - 1):
-        if REV:
-            state = state * out_scale
         p_final = final + i_bh.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
-        tl.store(p_final, state, mask=in_state)
+        tl.store(p_final, state * (out_scale if REV else 1.0), mask=in_state)
 
 
 @triton.jit
