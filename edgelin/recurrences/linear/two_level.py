@@ -68,7 +68,11 @@ def two_level(
         kept = k.to(dtype) * in_block[..., None, None]
         own = torch.einsum("bthk,bthv->bhkv", kept, v.to(dtype))
         full = (first > 0)[:, None, None, None]
-        state = torch.where(full, state + (recent + (total - own)), state)
-        recent = torch.where(full, own, recent + own)
+        own = torch.where(full, own, total)
+        # R is read here alone, full or not: a runtime that updates states in place tries out
+        # whether it may, and a read that only a full block has would escape it.
+        finished = recent + (total - own)
+        recent = torch.where(full, 0.0, finished) + own
+        state = torch.where(full, state + finished, state)
         o = within + scale * before
     return o.to(v.dtype), state, recent
