@@ -2,8 +2,8 @@
 
 The first bundle has the float variant that all others are compared with, in one pass over the text:
 bits per byte, KL(float || variant) in nat, and how often both rank the same token first. Then each
-variant writes a few texts from the end token, at temperature 0.8. A text degenerates when it repeats
-itself: its share of repeated 4-grams is 1 - distinct 4-grams / 4-grams, of tokens.
+variant writes a few texts from the end token, at temperature 0.8. A text degenerates when it
+repeats itself: its share of repeated 4-grams is 1 - distinct 4-grams / 4-grams, of tokens.
 
     python benchmarks/quantisation.py BUNDLE... --text held-out.txt --out docs/quantisation
 """
