@@ -34,7 +34,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "onnxruntime"
 NEWEST = onnxruntime.__version__
 LAYERS = ("gdn", "linear", "gla", "ssm", "attention")
 # Profile and rounding -> versions. GatherBlockQuantized with 8 bits came with 1.23, MatMulNBits
-# with 8 bits with 1.22: "rows" keeps the embedding float, as --role embedding=none does.
+# with 8 bits with 1.22: "rows" keeps the embedding float, as --role embedding=float does.
 VERSIONS = {
     ("fused", "none"): ["1.25.1", NEWEST],
     ("fused", "int8"): ["1.25.1", NEWEST],
@@ -95,7 +95,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
         passes.lower(graph, PROFILES[profile])
         wanted, noise = exact, None
         if (recipe := RECIPES[width]) is not None:
-            roles = ["embedding=none", "head=none"] if "rows" in rounding else []
+            roles = ["embedding=float", "head=float"] if "rows" in rounding else []
             outcome = quantise(graph, recipe.for_model(model.config, roles))
             wanted = reference(model, outcome.rounded)
             noisy = reference(model, outcome.rounded, rounded_activations=True)
