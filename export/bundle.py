@@ -313,6 +313,8 @@ class _Export:
         rounded_activations: Errors | None,
     ) -> VariantReport:
         """Run the golden stream through one variant."""
+        gc.collect()  # models in other precisions, which refer to themselves
+        _give_back()
         opened = Bundle(self.folder, variant=key)
         got = golden.replay(opened, wanted.inputs, self.mapped.empty)
         ragged = ragged_error(opened, wanted.inputs)
