@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from edgelin.errors import EdgelinError
 from edgelin.runtimes.manifest import Manifest
 from edgelin.state import StateSpec
 
@@ -36,6 +37,9 @@ class Buffers:
         manifest: Names, shapes and initial values.
         batch: Rows of every tensor.
         in_place: See above.
+
+    Raises:
+        EdgelinError: There is not so much memory.
     """
 
     def __init__(
@@ -49,6 +53,24 @@ class Buffers:
         self._session = session
         self._manifest = manifest
         self._batch = batch
+        try:
+            self._allocate(in_place)
+        # What no machine could have, numpy refuses with the other two.
+        except (MemoryError, OverflowError, ValueError):
+            size = batch * sum(spec.num_bytes() for spec in manifest.states)
+            raise EdgelinError(
+                f"the states of {batch} streams take {size / 1e9:.3g} GB, and there is not so "
+                "much memory; ask for fewer"
+            ) from None
+        self._keep = np.array([1], np.int64)
+        self._turn = 0
+        # Turn, first row and number of rows -> their binding, and the call it was bound for last.
+        self._bindings: dict[tuple[int, int, int], onnxruntime.IOBinding] = {}
+        self._bound: dict[tuple[int, int, int], tuple[int, bool]] = {}
+
+    def _allocate(self, in_place: bool) -> None:
+        """Take the memory of all tensors whose size is known."""
+        manifest, batch = self._manifest, self._batch
         first = _neighbours(manifest.states, batch)
         fixed = [spec.growing_axis is None for spec in manifest.states]
         self._growing = [i for i, is_fixed in enumerate(fixed) if not is_fixed]
@@ -64,13 +86,8 @@ class Buffers:
         }
         source = manifest.input
         self._inputs = np.zeros(batch * manifest.chunk * math.prod(source.step), source.dtype)
-        self._keep = np.array([1], np.int64)
         self._lengths = np.zeros(batch, np.int64)
         self._outputs = np.zeros(batch * manifest.output.size, np.float32)
-        self._turn = 0
-        # Turn, first row and number of rows -> their binding, and the call it was bound for last.
-        self._bindings: dict[tuple[int, int, int], onnxruntime.IOBinding] = {}
-        self._bound: dict[tuple[int, int, int], tuple[int, bool]] = {}
 
     @property
     def states(self) -> list[State]:

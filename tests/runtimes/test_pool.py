@@ -276,6 +276,10 @@ def test_states_that_grow_and_sizes_that_make_no_sense_are_refused(bundle: Bundl
     for size in (0, -1, 1.5, True):
         with pytest.raises(EdgelinError, match="slots is"):
             bundle.pool(size)  # type: ignore[arg-type]
+    for size in (10**14, 10**30):
+        for ask in (bundle.pool, lambda n: bundle.stream(batch=n)):
+            with pytest.raises(EdgelinError, match=rf"states of {size} streams take .* GB"):
+                ask(size)
     grown = StateSpec("key", 1, (2, "past", 4), "batch heads token channels")
     bundle.manifest.states.append(grown)
     try:
