@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgelin.errors import EdgelinError
 from edgelin.runtimes.sampler import WINDOW, Sampler, Sampling
 from edgelin.runtimes.text import TextDecoder
 
@@ -92,7 +93,11 @@ def write(stream: Stream, options: Sampling) -> Iterator[str]:
     guesses = Guesses(min(options.lookup, stream._bundle.manifest.chunk - 1))
     left = options.max_tokens
     while left and not decoder.stopped:
-        assert stream.outputs is not None
+        if stream.outputs is None:  # whoever reads the text has set the stream back meanwhile
+            raise EdgelinError(
+                "the stream was set back to where nothing is read, so the text cannot go on; "
+                "generate again"
+            )
         token = sampler.choose(stream.outputs[0], stream._recent, stream.position)
         if token in ends:
             yield stream.flush()

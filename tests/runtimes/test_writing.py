@@ -227,3 +227,14 @@ def test_what_cannot_be_guessed_is_refused(bundle: Bundle) -> None:
     for lookup, temperature in ((-1, 0.0), (1.5, 0.0), (8, 0.5)):
         with pytest.raises(EdgelinError, match=f"lookup is {lookup}; allowed: "):
             bundle.stream().generate("a", lookup=lookup, temperature=temperature)
+
+
+def test_a_stream_that_is_set_back_ends_its_text_with_an_error(bundle: Bundle) -> None:
+    stream = bundle.stream()
+    stream.checkpoint(every=4)
+    for back in (stream.reset, lambda: stream.rewind(0)):
+        pieces = stream.generate("The old", max_tokens=5, seed=1)
+        next(pieces)
+        back()
+        with pytest.raises(EdgelinError, match="set back to where nothing is read"):
+            next(pieces)
