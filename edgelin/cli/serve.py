@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", default=8000, show_default=True, help="0: any free one.")
-@click.option("--api-key", envvar="EDGELIN_API_KEY", help="What clients must show; or in the env.")
+@click.option("--api-key", help="What clients must show; or in the env.")
 @click.option("--slots", default=8, show_default=True, help="Texts written at the same time.")
 @click.option("--queue", default=64, show_default=True, help="Texts that may wait for a slot.")
 @click.option("--sessions", default=32, show_default=True, help="Conversations that are kept.")
@@ -51,14 +52,16 @@ def command(
     from edgelin.runtimes.server.process import serve
 
     bounds = Limits(**limits)
+    if api_key is None:  # click takes an empty variable for none, which would open the server
+        api_key = os.environ.get("EDGELIN_API_KEY")
 
     def ready(address: str, server: Server) -> None:
         click.echo(f"{bundle.resolve().name} at {address}/v1, {bounds.slots} slots; Ctrl-C ends it")
 
-    if not (api_key or is_local(host)):
+    if api_key is None and not is_local(host):
         click.echo(f"Warning: whoever reaches {host} can use it; give --api-key", err=True)
     model = edgelin.load(bundle, variant=variant, threads=threads)
     serve(
-        model, bounds, host=host, port=port, api_key=api_key or None, state_dtype=state_dtype,
+        model, bounds, host=host, port=port, api_key=api_key, state_dtype=state_dtype,
         ready=ready,
     )  # fmt: skip

@@ -11,12 +11,17 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from click.testing import CliRunner
 from serving import WORDS, Serving, alone, serving, until
 from tiny_bundle import add_chat
 
 import edgelin
+from edgelin.cli import main
 from edgelin.errors import EdgelinError
 from edgelin.runtimes import chat
+from edgelin.runtimes.server import process
+from edgelin.runtimes.server.limits import Limits
+from edgelin.runtimes.server.process import serve
 from edgelin.runtimes.session import Bundle
 from edgelin.state import StateSpec
 
@@ -253,6 +258,7 @@ def test_what_is_not_computed_is_refused(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert message in error["message"] and error["type"] == "invalid_request_error"
+    assert error["param"] in fields
     assert served.idle()
 
 
@@ -322,9 +328,32 @@ def test_a_key_is_asked_for(bundle: Bundle) -> None:
         for path in ("/v1/models", "/metrics"):
             for headers in ({}, {"Authorization": "Bearer secret"}):
                 assert httpx2.get(served.address + path, headers=headers).status_code == 401
-        good = {"Authorization": "Bearer sécret".encode()}
-        assert httpx2.get(f"{served.address}/v1/models", headers=good).status_code == 200
+        for scheme in ("Bearer", "bearer"):  # RFC 9110: in any case
+            good = {"Authorization": f"{scheme} sécret".encode()}
+            assert httpx2.get(f"{served.address}/v1/models", headers=good).status_code == 200
         assert httpx2.get(f"{served.address}/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("key", ["", " ", "secret\n"])
+def test_a_key_that_nobody_can_show_is_refused(bundle: Bundle, key: str) -> None:
+    with pytest.raises(EdgelinError, match="API key is empty or has blanks"):
+        serve(
+            bundle, Limits(), host="127.0.0.1", port=0, api_key=key,
+            ready=lambda address, server: server.stop(0),
+        )  # fmt: skip
+
+
+def test_an_empty_variable_does_not_open_the_server(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(*_: Any) -> None:
+        raise EdgelinError("it listened")
+
+    monkeypatch.setattr(process, "_listen", listen)
+    command = ["serve", str(bundle.path), "--port", "0"]
+    for key, told in (("", "API key is empty"), ("sesame", "it listened"), (None, "it listened")):
+        result = CliRunner().invoke(main, command, env={"EDGELIN_API_KEY": key})
+        assert result.exit_code == 1 and told in result.output
 
 
 def test_metrics_count(bundle: Bundle) -> None:

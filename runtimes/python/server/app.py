@@ -171,7 +171,13 @@ class Api:
         position = 0 if start is None else start.position
         loop = asyncio.get_running_loop()
         going_on = lease is not None and lease.saved is not None
-        prompts = await loop.run_in_executor(self._encoder, self._encode, call, position, going_on)
+        try:
+            prompts = await loop.run_in_executor(
+                self._encoder, self._encode, call, position, going_on
+            )
+        except EdgelinError as error:
+            field = "prompt" if call.messages is None else "messages"
+            raise ApiError(400, str(error), param=field) from None
         mailbox = Mailbox(len(prompts) * call.n, self.limits.unread)
         jobs = []
         for number, ids in enumerate(prompts):

@@ -30,7 +30,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool, metrics: Metrics) -> None:
         self._app, self._local, self._metrics = app, local, metrics
-        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -50,12 +50,12 @@ class Guard:
 
     def _problem(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         """Why a request is not let in."""
-        if self._expected is None:
+        if self._key is None:
             if self._local and not _names_this_machine(headers.get(b"host", b"").decode("latin-1")):
                 return ApiError(403, "the Host header names another machine; use 127.0.0.1")
         elif path != "/health":
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if not (scheme.lower() == b"bearer" and hmac.compare_digest(given, self._key)):
                 return ApiError(
                     401, "the API key is missing or wrong; send Authorization: Bearer KEY",
                     code="invalid_api_key",

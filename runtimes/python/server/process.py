@@ -77,8 +77,15 @@ def serve(
         ready: Told the address, and the server, when it listens.
 
     Raises:
-        EdgelinError: The address cannot be used, or the bundle cannot be served.
+        EdgelinError: The address cannot be used, the bundle cannot be served, or no client could
+            show the key.
     """
+    # Not served without a key where one was wanted, as from a variable that is not set.
+    if api_key is not None and (not api_key or api_key != api_key.strip()):
+        raise EdgelinError(
+            "the API key is empty or has blanks around it, which no client can send; give another, "
+            "or none"
+        )
     with _listen(host, port, limits.stall) as listening:
         api = Api(bundle, limits, api_key, local=is_local(host), state_dtype=state_dtype)
         try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edgelin.errors import EdgelinError
 from edgelin.runtimes import checks
 from edgelin.runtimes.sampler import Sampling
 from edgelin.runtimes.server.errors import ApiError
@@ -94,9 +95,20 @@ def parse(
 
     Raises:
         ApiError: Something is wrong, unknown, or not computed.
-        EdgelinError: A setting of the sampler is out of range.
     """
     fields = _fields(body)
+    try:
+        return _call(fields, chat=chat, model=model, defaults=defaults, header=header)
+    except EdgelinError as error:  # begins with the name of what is out of range
+        name = str(error).partition(" ")[0]
+        raise ApiError(400, str(error), param=name if name in fields else None) from None
+
+
+def _call(
+    fields: dict[str, Any], *, chat: bool, model: str, defaults: Mapping[str, Any],
+    header: str | None,
+) -> Call:  # fmt: skip
+    """The request of these fields."""
     _refuse_others(fields, chat)
     if fields.get("model", model) != model:
         raise ApiError(
