@@ -69,7 +69,7 @@ def _text(found: dict[str, Any]) -> str:
     capsules = [
         [
             f"{name} (default)" if name == found["default_capsule"] else name,
-            e["position"],
+            "" if e["position"] is None else e["position"],
             e["variant"] or "",
             e["states"] or "",
             e["bytes"],

@@ -118,7 +118,9 @@ def test_inspect_finds_damage(bundle: Path) -> None:
     file = bundle / Manifest.read(bundle).capsules["sys"].file
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     result = _edgelin("inspect", bundle)
-    assert result.exit_code == 1 and "damaged" in result.stdout
+    assert result.exit_code == 1
+    line = next(line for line in result.stdout.splitlines() if line.startswith("sys "))
+    assert line.split() == ["sys", str(file.stat().st_size), "damaged"]
     assert "differs from its sha256 in the manifest; make the capsule again" in result.stderr
     _done("run", bundle, "The", *SETTINGS)  # what does not begin there is not disturbed
     assert "differs from its sha256" in _failed("run", bundle, "--capsule", "sys")
