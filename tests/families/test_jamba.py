@@ -13,6 +13,8 @@ from transformers import JambaConfig, JambaForCausalLM
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 
 def model(**changes: Any) -> Any:
     """A tiny random model; the second layer is attention, two query heads a key head."""

@@ -13,6 +13,8 @@ from transformers import Lfm3Config, Lfm3ForCausalLM
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 ROTATIONS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {

@@ -13,6 +13,8 @@ from transformers import MiniMaxConfig, MiniMaxForCausalLM
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 FACTORS = {
     f"{kind}_{name}_factor": value
     for kind, values in {

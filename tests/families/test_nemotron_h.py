@@ -15,6 +15,8 @@ from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 LAYERS = ["mamba", "mlp", "attention", "mlp"]
 FREE = (0.0, float("inf"))
 

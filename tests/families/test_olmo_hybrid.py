@@ -15,6 +15,8 @@ from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 NO_POSITIONS = {"rope_theta": None}
 SIZES = {
     "vocab_size": oracle.VOCABULARY, "hidden_size": 32, "intermediate_size": 40,

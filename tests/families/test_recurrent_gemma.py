@@ -14,6 +14,8 @@ from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert, read_json
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 
 def model(**changes: Any) -> Any:
     """A tiny random model; two query heads a key head, and a window that tokens leave."""

@@ -13,6 +13,8 @@ from transformers import RwkvConfig, RwkvForCausalLM
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 AUTHORS = {
     "rwkv.embeddings": "emb", "rwkv.": "", "pre_ln": "ln0", "attention": "att",
     "feed_forward": "ffn", "time_mix_key": "time_mix_k", "time_mix_value": "time_mix_v",

@@ -15,6 +15,8 @@ from transformers import xLSTMConfig, xLSTMForCausalLM
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert, read_json
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 TOGETHER = {
     "mlstm_layer.qkv_opreact": ("q", "k", "v", "ogate_preact"),
     "mlstm_layer.ifgate_preact": ("igate_preact", "fgate_preact"),

@@ -15,6 +15,8 @@ from edgelin import checkpoint as checkpoints
 from edgelin.errors import EdgelinError
 from edgelin.families.convert import convert
 
+pytestmark = pytest.mark.full  # CI has the families that are met most, `make test-full` all
+
 LAYERS = ["hybrid", "hybrid", "mamba", "hybrid"]  # blocks 0, 1 and 0 again
 SMALL = {
     "layers_block_type": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3,
