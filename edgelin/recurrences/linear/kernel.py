@@ -160,11 +160,9 @@ class Walk:
 
     def _near(self, name: str) -> Tensor:
         """A tensor, without the decays between its tokens."""
-        return self.tensors[name] if self.split is None else self._split_or(name)
-
-    def _split_or(self, name: str) -> Tensor:
-        assert self.split is not None
-        return {"q": self.split.q, "k": self.split.k}.get(name, self.tensors[name])
+        if self.split is None or name not in ("q", "k"):
+            return self.tensors[name]
+        return self.split.q if name == "q" else self.split.k
 
     def _halves(self, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Log decays on the way into a chunk and out of it, and the marks of segments."""

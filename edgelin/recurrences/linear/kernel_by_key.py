@@ -22,7 +22,7 @@ from edgelin.recurrences.linear.kernel_decays import (
     load_rows,
     store_rows,
 )
-from edgelin.recurrences.linear.kernel_passes import put_segment
+from edgelin.recurrences.linear.kernel_passes import end_product, put_segment, sum_back
 
 
 @triton.jit
@@ -169,8 +169,7 @@ def attend(
     state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
     carry = tl.zeros([BY], dtype=tl.float32)
     if WEIGH and REV:
-        end = tl.load(ends + s_e + cells, mask=in_state, other=0.0).to(tl.float32)
-        carry = tl.sum(end * state, axis=0) * out_scale
+        carry = end_product(ends, s_e, cells, in_state, state, out_scale)
     start = i_s * chunks * BT
     stop = tl.minimum(start + chunks * BT, T)
     for c in range(0, chunks):
@@ -192,10 +191,9 @@ def attend(
             if WEIGH:
                 weight = acc * load_rows(m + token * Y, rows, o_y, live, H, Y).to(tl.float32)
                 if REV:
-                    weight = load_rows(w + token * Y, rows, o_y, live, H, Y) - weight
-                    total = tl.sum(weight, axis=0)
-                    weight = carry[None, :] + _sums(col <= row, weight, PT, PARTS)
-                    carry += total
+                    weight, carry = sum_back(
+                        w + token * Y, weight, carry, col <= row, rows, o_y, live, H, Y, PT, PARTS
+                    )
                     own = load_rows(g + token * Y, rows, o_y, live, H, Y).to(tl.float32)
                     weight = tl.where(own >= FLOOR, weight, 0.0)
                 store_rows(w + token * Y, weight, rows, o_y, live, H, Y)

@@ -154,6 +154,22 @@ def _step(
 
 
 @triton.jit
+def sum_back(w, weight, carry, seen, rows, cols, live, H: tl.constexpr, Y: tl.constexpr,
+             PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Decay gradients `[BT, BY]`: q dq of ``w`` less k dk, summed from the end; the new carry."""
+    weight = load_rows(w, rows, cols, live, H, Y) - weight
+    total = tl.sum(weight, axis=0)
+    return carry[None, :] + _sums(seen, weight, PT, PARTS), carry + total
+
+
+@triton.jit
+def end_product(ends, s_e, cells, in_state, state, scale):
+    """S . dS `[BY]` at the end of a segment, from which its decay gradients are summed."""
+    end = tl.load(ends + s_e + cells, mask=in_state, other=0.0).to(tl.float32)
+    return tl.sum(end * state, axis=0) * scale
+
+
+@triton.jit
 def _key_gradients(
     w, g, token, acc, weight, carry, seen, o_t, o_y, live,
     H: tl.constexpr, Y: tl.constexpr, REV: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
@@ -163,10 +179,7 @@ def _key_gradients(
     w += token * Y
     if REV:
         acc *= tl.exp(-exponents)
-        weight = load_rows(w, o_t, o_y, live, H, Y) - weight
-        total = tl.sum(weight, axis=0)
-        weight = carry[None, :] + _sums(seen, weight, PT, PARTS)
-        carry += total
+        weight, carry = sum_back(w, weight, carry, seen, o_t, o_y, live, H, Y, PT, PARTS)
     else:
         acc *= tl.exp(exponents)
     store_rows(w, weight, o_t, o_y, live, H, Y)
@@ -198,8 +211,7 @@ def attend(
     state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
     carry = tl.zeros([BY], dtype=tl.float32)
     if WEIGH and REV:
-        end = tl.load(ends + s_e + cells, mask=in_state, other=0.0).to(tl.float32)
-        carry = tl.sum(end * state, axis=0) * out_scale
+        carry = end_product(ends, s_e, cells, in_state, state, out_scale)
     if MODE == HEAD:
         carry = tl.sum(carry, axis=0)
     if MODE == KEY:
