@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from edgelin.export.passes.tied_head import tied_heads
 from edgelin.export.quantise_recipe import FLOAT, Format, Recipe, role_of
 from edgelin.export.rounding import Array, Rounded, relative_error, round_matrix
 from edgelin.mapped import Empty
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _VENDOR = "com.microsoft"
 
@@ -139,6 +142,20 @@ def round_to_nearest(rows: Array, chosen: Format, empty: Empty = np.empty) -> Ro
     return round_matrix(
         rows, chosen.bits, chosen.block_size, symmetric=chosen.bits == 8, empty=empty
     )
+
+
+def round_parameter(
+    model: nn.Module, name: str, chosen: Format, empty: Empty = np.empty
+) -> Rounded:
+    """Round a parameter of a model, the rows of all experts as one matrix."""
+    return round_to_nearest(parameter_rows(model, name), chosen, empty)
+
+
+def parameter_rows(model: nn.Module, name: str) -> Array:
+    """A parameter as the matrix that is rounded, a view."""
+    parameter = model.get_parameter(name).detach()
+    rows: Array = parameter.numpy().reshape(-1, parameter.shape[-1])
+    return rows
 
 
 def _nodes(model: ir.Model) -> list[ir.Node]:

@@ -87,11 +87,13 @@ class TradeOff:
         cls,
         options: Mapping[str, list[Option]],
         cost: Callable[[str, Option], float],
+        points: list[Point],
         choice: Choice,
         unit: str,
         rest: float,
     ) -> TradeOff:
-        """Put together what there was to choose from; ``rest`` is the cost of all else."""
+        """Put together what there was to choose from: ``points`` of the path, to which all else
+        adds the cost ``rest``."""
         total, sensitivity = dict[str, tuple[float, float]](), dict[str, dict[str, float]]()
         for name, own in options.items():
             sensitivity[name] = {_label(option.format): option.loss for option in own}
@@ -104,7 +106,7 @@ class TradeOff:
         return cls(
             unit,
             choice.recipe.budget_kl or 0.0,
-            [(rest + point.cost, point.loss) for point in path(options, cost)],
+            [(rest + point.cost, point.loss) for point in points],
             total,
             (rest + choice.point.cost, choice.point.loss),
             choice.loss,

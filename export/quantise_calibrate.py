@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgelin.export.quantise import round_to_nearest
+from edgelin.export.quantise import parameter_rows, round_to_nearest
 from edgelin.export.quantise_gptq import gptq
 from edgelin.export.quantise_recipe import Format
 from edgelin.export.quantise_rollout import CALL, Rollout
-from edgelin.export.rounding import Array, Rounded
+from edgelin.export.rounding import Rounded
 from edgelin.mapped import Empty, release
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def calibrate(
     done: dict[str, Rounded] = {}
 
     def round_one(name: str, hessian: Tensor | None) -> None:
-        parameter = model.get_parameter(name).detach()
-        rows: Array = parameter.numpy().reshape(-1, parameter.shape[-1])
+        rows = parameter_rows(model, name)
         nearest = round_to_nearest(rows, formats[name], empty)
         done[name] = nearest if hessian is None else gptq(rows, hessian, nearest)
         progress(rows.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,7 @@ class Text:
         self.model, self.empty = model, empty
         self._float: Rollout | None = None
 
-    @property
+    @cached_property
     def nats(self) -> float:
         """Of the float model, a token."""
         return self._sums(self._wanted)[0] / self._count

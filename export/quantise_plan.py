@@ -13,7 +13,7 @@ import onnx_ir as ir
 from tqdm import tqdm
 
 from edgelin.errors import EdgelinError
-from edgelin.export.quantise import Matrices, matrices, round_to_nearest
+from edgelin.export.quantise import Matrices, matrices, round_parameter
 from edgelin.export.quantise_auto import TradeOff, choose, path
 from edgelin.export.quantise_calibrate import calibrate
 from edgelin.export.quantise_loss import Budget, Loss, Text
@@ -149,11 +149,8 @@ class Planner:
                 )
             nearest = {}
             for name, chosen in formats.items():
-                rows = self.model.get_parameter(name).detach().numpy()
-                nearest[name] = round_to_nearest(
-                    rows.reshape(-1, rows.shape[-1]), chosen, self.empty
-                )
-                done(rows.size)
+                nearest[name] = round_parameter(self.model, name, chosen, self.empty)
+                done(self.model.get_parameter(name).numel())
             return nearest
 
     def _auto(self, found: list[Matrices], recipe: Recipe) -> Plan:
@@ -182,7 +179,8 @@ class Planner:
             self.say(f"bits per byte {100 * loss.relative:+.2f} %, {loss.kl:.4f} nat from float")
             return loss, rounded
 
-        choice = choose(path(measured, cost), recipe, budget, text.nats, attempt)
+        points = path(measured, cost)
+        choice = choose(points, recipe, budget, text.nats, attempt)
         if choice.recipe.bits == FLOAT:
             raise EdgelinError(
                 "--quantize auto found no matrix that the budget lets it round; raise --budget, "
@@ -190,7 +188,7 @@ class Planner:
             )
         by_size = calibration.minimise == "size"
         rest = self._rest(found, recipe) if by_size else 0.0
-        trade_off = TradeOff.of(measured, cost, choice, "MB" if by_size else "ms", rest)
+        trade_off = TradeOff.of(measured, cost, points, choice, "MB" if by_size else "ms", rest)
         return Plan(choice.recipe, choice.rounded, trade_off)
 
     def _cost(self, candidates: Mapping[str, Matrices]) -> Callable[[str, Option], float]:

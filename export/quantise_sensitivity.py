@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgelin.export.quantise import Matrices, round_to_nearest
+from edgelin.export.quantise import Matrices, round_parameter
 from edgelin.export.quantise_recipe import Format
 from edgelin.export.quantise_rollout import Rollout
 from edgelin.export.rounding import Rounded
@@ -64,10 +64,10 @@ def options(
         empty: Makes large arrays.
     """
     ids = ids[:TOKENS]
-    truth = _answers(_rest(_started(model, ids, empty)))
+    reading = _started(model, ids, empty)
+    truth = _answers(_rest(reading.fork()))
     place = _places(model)
     found: dict[str, list[Option]] = {}
-    reading = _started(model, ids, empty)
     for layer in (None, *range(len(model.blocks)), len(model.blocks)):
         for own in candidates:
             if _layer(own, place, len(model.blocks)) != layer:
@@ -148,8 +148,4 @@ def _rounded(
     model: SequenceModel, own: Matrices, chosen: Format, empty: Empty
 ) -> dict[str, Rounded]:
     """The matrices in a format."""
-    rows = {name: model.get_parameter(name).detach().numpy() for name in own.names}
-    return {
-        name: round_to_nearest(array.reshape(-1, array.shape[-1]), chosen, empty)
-        for name, array in rows.items()
-    }
+    return {name: round_parameter(model, name, chosen, empty) for name in own.names}
