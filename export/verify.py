@@ -224,9 +224,8 @@ def _random_state(manifest: Manifest, random: np.random.Generator) -> State:
             array[...] = random.integers(1_000_000, 2_000_000, array.shape)
             if any(other.kind == "pool" for other in manifest.states):
                 array[0] = 3  # where a step still moves the mean of all steps
-        elif spec.kind.startswith(
-            "normalizer"
-        ):  # a sum of positive features; near zero it divides badly
+        elif spec.kind.startswith("normalizer"):
+            # A sum of positive features; near zero it divides badly.
             array[...] = random.uniform(1, 2, array.shape)
         else:
             array[...] = random.standard_normal(array.shape)

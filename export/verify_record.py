@@ -9,11 +9,11 @@ from typing import Any
 
 from edgelin import __version__
 from edgelin.errors import EdgelinError
+from edgelin.export.report import JSON_NAME, TEXT_NAME
 from edgelin.export.verify_report import Comparison, Verification
 from edgelin.files import replacing
 from edgelin.runtimes.manifest import Manifest, file_records
 
-JSON_NAME, TEXT_NAME = "report.json", "report.md"
 _KEY = "parity"
 _HEADING = "\n## Parity\n"
 
