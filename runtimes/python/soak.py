@@ -271,7 +271,7 @@ class Soak:
                 step_ms=1e3 * float(np.median(self._times)),
                 rss_bytes=self._process.memory_info().rss,
                 entropy=total / count if count else None,
-                norms={name: float(np.linalg.norm(a)) for name, a in self._numbers()},
+                norms={name: _norm(state) for name, state in self._numbers()},
                 largest=progress.largest,
             )
         )
@@ -279,9 +279,9 @@ class Soak:
         self._stream.save(mark(self.folder, progress.position))
 
     def _numbers(self) -> list[tuple[str, Array]]:
-        """The states that are no positions, in float64: a norm of large ones must not overflow."""
+        """The states that are no positions."""
         states = self._stream.states().items()
-        return [(name, a.astype(np.float64)) for name, a in states if a.dtype == np.float32]
+        return [(name, state) for name, state in states if state.dtype == np.float32]
 
     def _save(self) -> None:
         """Write how the stream stands, then what is known, and then drop the older stream."""
@@ -296,6 +296,11 @@ class Soak:
     def _state(self, position: int) -> Path:
         """The file of the stream at a position."""
         return self.folder / f"stream-{position}.state"
+
+
+def _norm(state: Array) -> float:
+    """In float64: that of large states must not overflow."""
+    return float(np.linalg.norm(state.astype(np.float64)))
 
 
 def positions(tokens: int) -> list[int]:
