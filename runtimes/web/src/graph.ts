@@ -3,6 +3,8 @@
  * web's throws. So the defaults are taken out of a graph before it is loaded, and always fed.
  */
 
+import { concatBytes } from "@noble/hashes/utils.js";
+
 const GRAPH = 7; // of a ModelProto
 const INITIALIZER = 5; // of a GraphProto
 const NAME = 8; // of a TensorProto
@@ -33,13 +35,7 @@ export function withoutDefaults(model: Uint8Array, names: ReadonlySet<string>): 
     parts.push(Uint8Array.of((GRAPH << 3) | BYTES, ...varint(size)));
     parts.push(...kept.map((inner) => graph.subarray(inner.begin, inner.end)));
   }
-  const whole = new Uint8Array(parts.reduce((sum, part) => sum + part.length, 0));
-  let at = 0;
-  for (const part of parts) {
-    whole.set(part, at);
-    at += part.length;
-  }
-  return whole;
+  return concatBytes(...parts);
 }
 
 function nameOf(tensor: Uint8Array): string {

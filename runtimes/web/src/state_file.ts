@@ -1,5 +1,7 @@
 /** State files: how a stream stands, as safetensors, so that it goes on later or in another runner. */
 
+import { bytesToHex, concatBytes } from "@noble/hashes/utils.js";
+
 import { EdgelinError } from "./errors.js";
 import { sha256Hex } from "./hash.js";
 import { type Manifest, outputSize, stateShape } from "./manifest.js";
@@ -49,7 +51,7 @@ export async function write(saved: Saved): Promise<Uint8Array> {
   if (saved.text) {
     const { recent, tail } = saved.text;
     metadata["recent"] = JSON.stringify(recent);
-    metadata["text"] = JSON.stringify({ pending: hex(tail.pending), held: tail.held });
+    metadata["text"] = JSON.stringify({ pending: bytesToHex(tail.pending), held: tail.held });
   }
   metadata["sha256"] = await contentHash(metadata, tensors);
   return pack(metadata, tensors);
@@ -157,7 +159,7 @@ async function contentHash(metadata: Record<string, string>, tensors: Map<string
   const keys = Object.keys(metadata).filter((key) => key !== "sha256").sort();
   const head = new TextEncoder().encode(keys.map((key) => `${key}\0${metadata[key]}\0`).join(""));
   const parts = [head, ...[...tensors.keys()].sort().map((name) => tensors.get(name)!.bytes)];
-  return sha256Hex(concatenate(parts));
+  return sha256Hex(concatBytes(...parts));
 }
 
 /** safetensors: length of the header, header as JSON, bytes; widest types first, then by name. */
@@ -169,10 +171,10 @@ function pack(metadata: Record<string, string>, tensors: Map<string, Stored>): U
     header[name] = { dtype, shape, data_offsets: [end, (end += bytes.length)] };
   }
   const json = new TextEncoder().encode(JSON.stringify(header));
-  const text = concatenate([json, new Uint8Array(-json.length & 7).fill(0x20)]);
+  const text = concatBytes(json, new Uint8Array(-json.length & 7).fill(0x20));
   const size = new Uint8Array(8);
   new DataView(size.buffer).setBigUint64(0, BigInt(text.length), true);
-  return concatenate([size, text, ...order.map(([, tensor]) => tensor.bytes)]);
+  return concatBytes(size, text, ...order.map(([, tensor]) => tensor.bytes));
 }
 
 /** The inverse of {@link pack}. */
@@ -201,14 +203,3 @@ function unpack(bytes: Uint8Array, where: string): { metadata: Record<string, st
   }
 }
 
-function concatenate(parts: Uint8Array[]): Uint8Array {
-  const whole = new Uint8Array(parts.reduce((sum, part) => sum + part.length, 0));
-  let at = 0;
-  for (const part of parts) {
-    whole.set(part, at);
-    at += part.length;
-  }
-  return whole;
-}
-
-const hex = (bytes: Uint8Array): string => Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
