@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from edgelin.recurrences import packed
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import last
 
@@ -32,6 +33,7 @@ def short_convolution(
     lengths: Tensor | None = None,
     *,
     activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolve every channel with its own taps, causally, over time.
 
@@ -43,6 +45,9 @@ def short_convolution(
         lengths: Steps that each row really has `[B]`, or None: all; see
             :mod:`edgelin.recurrences.lengths`.
         activation: None or ``"silu"``.
+        cu_seqlens: Ends of N sequences packed one after the other into the only row ``[N + 1]``,
+            ``state`` then has N rows. None: every row is one sequence. See
+            :mod:`edgelin.recurrences.packed`.
 
     Returns:
         y: `[B, T, C]` in ``x.dtype``.
@@ -50,6 +55,12 @@ def short_convolution(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {ACTIVATIONS}")
+    if cu_seqlens is not None:
+
+        def call(x: Tensor, state: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+            return short_convolution(x, weight, bias, state, lengths, activation=activation)
+
+        return packed.run(call, (x,), state, cu_seqlens, lengths)
     if is_exporting():
         y, tail = torch.ops.edgelin.short_convolution(x, weight, bias, state, activation or "none")
     else:

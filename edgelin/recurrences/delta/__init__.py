@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from edgelin.recurrences import widths
+from edgelin.recurrences import packed, widths
 from edgelin.recurrences.delta import chunked
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
@@ -38,6 +38,7 @@ def delta(
     *,
     scale: float = 1.0,
     lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the (gated) delta rule over a stretch of tokens.
 
@@ -55,10 +56,20 @@ def delta(
         scale: Factor of the outputs.
         lengths: Steps that each row really has ``[B]``, or None: all; see
             :mod:`edgelin.recurrences.lengths`.
+        cu_seqlens: Ends of N sequences packed one after the other into the only row ``[N + 1]``,
+            ``state`` then has N rows. None: every row is one sequence. See
+            :mod:`edgelin.recurrences.packed`.
 
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
     """
+    if cu_seqlens is not None:
+
+        def call(*inputs: Any) -> tuple[Tensor, Tensor]:
+            """Strengths and decays of zero leave the state as it is: no lengths."""
+            return delta(*inputs[:-1], scale=scale)
+
+        return packed.run(call, (q, k, v, beta, g), state, cu_seqlens, lengths)
     beta, g = masked(beta, lengths), None if g is None else masked(g, lengths)
     if not is_exporting():
         q, k = by_value_head(q, k, v)

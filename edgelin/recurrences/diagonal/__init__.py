@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgelin.recurrences import packed
 from edgelin.recurrences.diagonal import chunked
 from edgelin.recurrences.lengths import masked
 
@@ -36,6 +37,8 @@ def diagonal(
     theta: Tensor | None,
     state: Tensor,
     lengths: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the diagonal recurrence over a stretch of tokens, of any length from 1.
 
@@ -49,17 +52,41 @@ def diagonal(
         state: State before the first token ``[B, D, N]``, complex ``[B, D, N, 2]``, float32.
         lengths: Steps that each row really has ``[B]``, or None: all; see
             :mod:`edgelin.recurrences.lengths`. A constant Λ then costs as much as a selective one.
+        cu_seqlens: Ends of N sequences packed one after the other into the only row ``[N + 1]``,
+            ``state`` then has N rows. None: every row is one sequence. See
+            :mod:`edgelin.recurrences.packed`.
 
     Returns:
         ``(y, state)``: outputs ``[B, T, D]`` in the dtype of ``x``, the state after the last
         token. A skip connection from x to y is the caller's.
     """
     _check(b, c, g, theta, state)
+    if cu_seqlens is not None:
+        return _packed(x, (b, c, g, theta), state, cu_seqlens, lengths)
     if lengths is not None:
         x, g = masked(x, lengths), _ended(g, lengths, x)
         theta = None if theta is None else _ended(theta, lengths, x)
     result: tuple[Tensor, Tensor] = torch.ops.edgelin.diagonal(x, b, c, g, theta, state)
     return result
+
+
+def _packed(
+    x: Tensor,
+    weights: tuple[Any, ...],
+    state: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run it over packed sequences; constant weights are those of every group."""
+    selective = [None if w is None or w.dim() < 4 else w for w in weights]
+
+    def call(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """A selective Λ of g = 0 behind the end is 1 already, which a constant one is not."""
+        *mine, state, lengths = rest
+        b, c, g, theta = (w if s is None else s for w, s in zip(weights, mine, strict=True))
+        return diagonal(x, b, c, g, theta, state, lengths if mine[2] is None else None)
+
+    return packed.run(call, (x, *selective), state, cu_seqlens, lengths)
 
 
 def _ended(weight: Tensor, lengths: Tensor, x: Tensor) -> Tensor:

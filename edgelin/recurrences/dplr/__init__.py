@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgelin.recurrences import widths
+from edgelin.recurrences import packed, widths
 from edgelin.recurrences.dplr import chunked
 from edgelin.recurrences.lengths import masked
 
@@ -40,6 +40,7 @@ def dplr(
     *,
     scale: float = 1.0,
     lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a stretch of tokens, of any length from 1.
 
@@ -54,10 +55,20 @@ def dplr(
         scale: Factor of the outputs.
         lengths: Steps that each row really has ``[B]``, or None: all; see
             :mod:`edgelin.recurrences.lengths`.
+        cu_seqlens: Ends of N sequences packed one after the other into the only row ``[N + 1]``,
+            ``state`` then has N rows. None: every row is one sequence. See
+            :mod:`edgelin.recurrences.packed`.
 
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
     """
+    if cu_seqlens is not None:
+
+        def call(*inputs: Any) -> tuple[Tensor, Tensor]:
+            """Keys, b and decays of zero leave the state as it is: no lengths."""
+            return dplr(*inputs[:-1], scale=scale)
+
+        return packed.run(call, (q, k, v, a, b, g), state, cu_seqlens, lengths)
     k, b, g = (masked(x, lengths) for x in (k, b, g))
 
     def run(

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgelin.recurrences import widths
+from edgelin.recurrences import packed, widths
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.linear import chunked, delayed
 
@@ -49,6 +49,7 @@ def linear(
     floor: Tensor | None = None,
     eps: float = 1e-6,
     lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Run the linear recurrence over a sequence, of any length from 1.
 
@@ -68,6 +69,9 @@ def linear(
         eps: Added to the denominator.
         lengths: Steps that each row really has ``[B]``, or None: all; see
             :mod:`edgelin.recurrences.lengths`.
+        cu_seqlens: Ends of N sequences packed one after the other into the only row ``[N + 1]``,
+            states then have N rows. None: every row is one sequence. See
+            :mod:`edgelin.recurrences.packed`.
 
     Returns:
         ``(o, state)``, with ``normalizer`` ``(o, state, normalizer)``: ``o`` ``[B, T, H, V]`` in
@@ -78,6 +82,7 @@ def linear(
         raise ValueError(f"bonus is {tuple(bonus.shape)}, need [H, K] and no normalizer")
     if floor is not None and (normalizer is None or floor.shape[2:] != q.shape[2:3]):
         raise ValueError(f"floor is {tuple(floor.shape)}, need [B, T, H] and a normalizer")
+    packed.refuse_both(cu_seqlens, lengths)
     k, g = masked(k, lengths), None if g is None else masked(g, lengths)
 
     def run(
@@ -88,14 +93,17 @@ def linear(
         )
         return result
 
-    o, state = _within_widths(run, q, k, v, g, state)
+    recur = partial(_within_widths, run)
+    if cu_seqlens is not None:
+        recur = partial(_packed, recur, cu_seqlens)
+    o, state = recur(q, k, v, g, state)
     if bonus is not None:
         own = scale * (q.to(state.dtype) * bonus.to(state.dtype) * k).sum(-1, keepdim=True)
         o = (o + own * v).to(v.dtype)
     if normalizer is None:
         return o, state
     ones, z = _one_column(q, k, normalizer)
-    sums, z = _within_widths(run, q, k, ones, g, z)
+    sums, z = recur(q, k, ones, g, z)
     sums = sums[..., :1]
     if floor is not None:
         sums = torch.maximum(sums.abs(), floor[..., None])
@@ -123,6 +131,23 @@ def _within_widths(
     if v.is_cuda and k.shape[-1] > widths.MOST_KEYS:
         return widths.run_by_keys(fitting, q, k, v, g, state)
     return fitting(q, k, v, g, state)
+
+
+def _packed(
+    recur: widths.Recurrence,
+    cu_seqlens: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Run it over packed sequences: keys and decays of zero leave the state as it is."""
+
+    def call(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return recur(*inputs[:-1])
+
+    return packed.run(call, (q, k, v, g), state, cu_seqlens)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> None:
