@@ -7,6 +7,8 @@ import json
 import math
 import sys
 import types
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,60 @@ def test_peer_gets_the_same_numbers(gpu: Any, name: str) -> None:
         assert key in ("g", "state", "normalizer") or x.dtype == torch.bfloat16
 
 
+def packed_inputs(gpu: Any, name: str, who: str, *, states: bool) -> Any:
+    """Those of a small call of the shape "packed"."""
+    sizes = gpu.kernels.sizes(name, "packed")
+    ends = gpu.cases.packed_ends(100, 3, 40)
+    sizes = replace(sizes, time=100, heads=2, key=16, value=16, ends=ends)
+    case = gpu.cases.CASES[name]
+    return sizes, case.inputs(who, sizes, "cpu", states=states, random=True)
+
+
+@pytest.mark.parametrize("name", ["linear-128", "gla-128", "gated-delta-128"])
+def test_packed_call_is_every_sequence_alone(gpu: Any, name: str) -> None:
+    sizes, inputs = packed_inputs(gpu, name, "ours", states=True)
+    case, ends = gpu.cases.CASES[name], sizes.ends
+    assert len(ends) > 3 and inputs["state"].shape[0] == len(ends) - 1
+    inputs = {n: x if n == "cu_seqlens" else x.double() for n, x in inputs.items()}
+    o, states = case.calls["ours"](inputs)
+    del inputs["cu_seqlens"]
+    for n, (begin, end) in enumerate(pairwise(ends)):
+        one = {name: x[:, begin:end] for name, x in inputs.items() if name != "state"}
+        y, after = case.reference({**one, "state": inputs["state"][n : n + 1]})
+        torch.testing.assert_close(o[:, begin:end], y)
+        torch.testing.assert_close(states[n : n + 1], after)
+
+
+def test_packed_shape(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32,768 tokens, the same lengths at every call; fla is given them, and warmed up with few."""
+    ends = gpu.kernels.sizes("gla-128", "packed").ends
+    lengths = [end - begin for begin, end in pairwise(ends)]
+    assert ends == gpu.kernels.sizes("gated-delta-128", "packed").ends and ends[-1] == 32768
+    assert 10 < len(lengths) < 30 and max(lengths) <= 4096 and min(lengths[:-1]) >= 64
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        gpu.measure, "steps_of", lambda case, who, sizes: (None, lambda: seen.append(sizes))
+    )
+    gpu.kernels.warm_up(("gla-128", "packed", "fla"))
+    gpu.kernels.warm_up(("gla-128", "8x4096", "fla"))
+    assert [x.ends[-1:] for x in seen] == [(4096,), ()] and len(seen[0].ends) > 2
+    sizes, inputs = packed_inputs(gpu, "gla-128", "fla", states=False)
+    given: dict[str, Any] = {}
+    module = types.SimpleNamespace(chunk_gla=lambda **x: given.update(x) or (x["v"], None))
+    monkeypatch.setitem(sys.modules, "fla.ops.gla", module)
+    gpu.cases.CASES["gla-128"].calls["fla"](inputs)
+    assert given["cu_seqlens"].tolist() == list(sizes.ends)
+
+
+@pytest.mark.parametrize("name", ["linear-128", "gated-delta-128"])
+def test_packed_step_has_gradients(gpu: Any, name: str) -> None:
+    sizes, inputs = packed_inputs(gpu, name, "ours", states=False)
+    _, step = gpu.measure.steps_of(gpu.cases.CASES[name], "ours", sizes, "cpu")
+    grads = step()
+    assert len(grads) == len(inputs) - 1  # there is none of cu_seqlens
+    assert all(grad.isfinite().all() and grad.any() for grad in grads)
+
+
 @pytest.mark.parametrize("name", ["gla", "scalar", "mamba2", "gated_deltanet", "softmax"])
 def test_model_trains_in_bfloat16(gpu: Any, name: str) -> None:
     model = gpu.model.build(name, 65, layers=1, width=256).bfloat16()
@@ -123,7 +179,9 @@ def measured(job: tuple[str, ...]) -> dict[str, Any]:
         return {"first_s": 4.0}
     if shape == "1x300":
         return {"errors": {"o": 2e-3, "dq": 3e-3}, "host_ms": 0.2 if who == "ours" else 1.0}
-    factor = {"ours": 1.0, "fla": 2.5, "sdpa": int(shape.split("x")[1]) / 2048}[who]
+    length = 0 if shape == "packed" else int(shape.split("x")[1])
+    factor = {"ours": 1.0, "fla": 2.5, "sdpa": length / 2048}[who]
+    factor *= 1.5 if shape == "packed" else 1
     times = {"gpu_ms": 0.7 * factor, "wall_ms": 0.9 * factor, "launches": 5, "peak_mb": 700.0}
     return {**times, "kept_mb": 128.0}
 
@@ -131,7 +189,7 @@ def measured(job: tuple[str, ...]) -> dict[str, Any]:
 def test_what_is_there_is_left_out(gpu: Any, tmp_path: Path) -> None:
     out, keys = tmp_path / "results.jsonl", gpu.kernels.KEYS
     wanted = gpu.kernels.jobs("gla,ssd", ["ours", "fla"], sweep=False)
-    assert len(wanted) == 3 * 3 * 2  # ssd, gla-128, gla-64
+    assert len(wanted) == (3 * 3 + 1) * 2  # ssd, gla-128 (packed too), gla-64
     done: list[tuple[str, ...]] = []
 
     def run(job: tuple[str, ...]) -> dict[str, Any]:
@@ -176,6 +234,8 @@ def test_report_renders(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = rendered(gpu, out, monkeypatch)
     assert "| gla-128 | 8x4096, gpu | 0.70 | 1.75 | 2.50 | 2.00 | yes |" in text
     assert "| linear-64 | 1x32768, wall | 0.90 | 2.25 | 2.50 | 0.55 | **no** |" in text
+    assert "| gla-128, gpu | 1.05 | 2.62 | 2.50 | 1.50 |" in text
+    assert "| gated-delta-128, wall | 1.35 | 3.38 | 2.50 | 1.50 |" in text
     assert "| gla-128 | 5 / 5 | 0.20 / 1.00 | 4.0 / - | 700 / 700 |" in text
     assert "yes, yes, **no**, yes" in text  # as much memory as fla is too much
     assert "| gla | 16x2048 | bfloat16 | 590 | 612 | 600 | yes | 10.0 |" in text

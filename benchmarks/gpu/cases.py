@@ -1,10 +1,11 @@
 """The kernels that are measured: inputs, our call, the peer's call, float64 truth and the bar.
 
 Every row has heads x value width = 2,048 and is measured forward and backward over 32,768 tokens,
-as 8 sequences of 4,096 and as one of 32,768. Values are bfloat16 and drawn as layers make them:
-keys of the delta rules have unit length, decays are log sigmoid / 16 (GLA) or -A dt (Mamba-2),
-RWKV-7's lie in (-0.61, 0). A decay a key is bfloat16 for flash-linear-attention (fla), as its
-layers hand it over, and float32 for ours, which asks for that: the same numbers, twice the bytes.
+as 8 sequences of 4,096 and as one of 32,768; some rows as packed sequences of 64 to 4,096 as well.
+Values are bfloat16 and drawn as layers make them: keys of the delta rules have unit length, decays
+are log sigmoid / 16 (GLA) or -A dt (Mamba-2), RWKV-7's lie in (-0.61, 0). A decay a key is bfloat16
+for flash-linear-attention (fla), as its layers hand it over, and float32 for ours, which asks for
+that: the same numbers, twice the bytes.
 
 A bar is the GPU time in ms that ours should reach in both shapes, by fla's times on an H200 and by
 the bytes that have to be moved.
@@ -13,6 +14,7 @@ the bytes that have to be moved.
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,17 +38,19 @@ Call = Callable[[Inputs], tuple[Tensor, ...]]
 EPS = 1e-6  # of the normaliser
 RWKV_FASTEST = -0.6065306597126334  # -exp(-1/2)
 STATES = ("state", "normalizer")
+ENDS = "cu_seqlens"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows, tokens, heads and widths of a call."""
+    """Rows, tokens, heads and widths of a call; ``ends``: of sequences packed into its one row."""
 
     batch: int
     time: int
     heads: int
     key: int
     value: int
+    ends: tuple[int, ...] = ()
 
 
 class Draw:
@@ -155,14 +159,27 @@ class Case:
         """Inputs of one call; ``states`` adds the initial ones, zero unless ``random``."""
         draw = Draw(sizes, device, torch.bfloat16 if who == "fla" else torch.float32)
         inputs = self.draw(draw)
+        batch = sizes.batch
+        if sizes.ends:  # ours reads them on the CPU, fla on the GPU
+            inputs[ENDS] = torch.tensor(sizes.ends, device=device if who == "fla" else "cpu")
+            batch = len(sizes.ends) - 1
         if not states or "sdpa" in self.calls:
             return inputs
-        batch, heads, key = sizes.batch, sizes.heads, sizes.key
+        heads, key = sizes.heads, sizes.key
         shape = (batch, sizes.value, 1) if self.channels else (batch, heads, key, sizes.value)
         inputs["state"] = draw.normal(*shape) * random
         if self.normalized:
             inputs["normalizer"] = draw.normal(batch, heads, key).abs() * random
         return inputs
+
+
+def packed_ends(time: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Ends of sequences of random lengths, the last one as long as there is room: the same ones
+    at every call."""
+    draw, ends = random.Random(0), [0]
+    while ends[-1] < time:
+        ends.append(min(time, ends[-1] + draw.randint(shortest, longest)))
+    return tuple(ends)
 
 
 def _scale(x: Inputs) -> float:
@@ -171,9 +188,8 @@ def _scale(x: Inputs) -> float:
 
 def _ours_linear(x: Inputs) -> tuple[Tensor, ...]:
     z = x.get("normalizer")
-    return linear(
-        x["q"], x["k"], x["v"], x.get("g"), x["state"], scale=_scale(x), normalizer=z, eps=EPS
-    )
+    arguments = x["q"], x["k"], x["v"], x.get("g"), x["state"]
+    return linear(*arguments, scale=_scale(x), normalizer=z, eps=EPS, cu_seqlens=x.get(ENDS))
 
 
 def _true_linear(x: Inputs) -> tuple[Tensor, ...]:
@@ -204,7 +220,8 @@ def _shared(x: Inputs) -> Inputs:
 
 
 def _ours_delta(x: Inputs) -> tuple[Tensor, ...]:
-    return delta(x["q"], x["k"], x["v"], x["beta"], x.get("g"), x["state"], scale=_scale(x))
+    arguments = x["q"], x["k"], x["v"], x["beta"], x.get("g"), x["state"]
+    return delta(*arguments, scale=_scale(x), cu_seqlens=x.get(ENDS))
 
 
 def _true_delta(x: Inputs) -> tuple[Tensor, ...]:
@@ -248,6 +265,7 @@ def _fla(module: str, function: str, names: str = "q k v", **fixed: Any) -> Call
     def call(x: Inputs) -> tuple[Tensor, ...]:
         run = getattr(importlib.import_module(f"fla.ops.{module}"), function)
         given = {theirs or ours: x[ours] for theirs, ours in pairs}
+        given |= {ENDS: x[ENDS]} if ENDS in x else {}
         initial = x.get("state")
         o, state = run(
             **given, **fixed, initial_state=initial, output_final_state=initial is not None

@@ -3,7 +3,8 @@
 One job is (case, shape, who). Its numbers are appended to a file of JSON lines; jobs that are there
 already are left out, so that a stopped run goes on. The shapes 8x4096 and 1x32768 give times,
 launches and memory, 1x300 the errors against float64 and the host's time; ``--sweep`` adds the
-lengths between for the crossover. ``--cold`` gives the seconds of first calls of 8x4096.
+lengths between for the crossover. ``--cold`` gives the seconds of first calls of 8x4096. Some cases
+have the shape "packed" too: sequences of 64 to 4,096 tokens in one row, told by ``cu_seqlens``.
 
     python benchmarks/gpu/kernels.py --out results.jsonl --only gla,kda --seconds 500
 """
@@ -17,17 +18,19 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import measure
 import peer
 import results
-from cases import CASES, Sizes
+from cases import CASES, Sizes, packed_ends
 from results import Job
 
 KEYS = ("case", "shape", "who")
 SHAPES = ("8x4096", "1x32768", "1x300")
+PACKED, PACKED_CASES = "packed", ("linear-128", "gla-128", "gated-delta-128")
 COLD = "cold"
 SWEEP = ("32x1024", "16x2048", "4x8192", "2x16384")
 WHO = ("ours", "fla", "sdpa")
@@ -36,8 +39,9 @@ WHO = ("ours", "fla", "sdpa")
 def sizes(name: str, shape: str) -> Sizes:
     """The sizes of a case in a shape like "8x4096"."""
     case = CASES[name]
-    batch, length = map(int, shape.split("x"))
-    return Sizes(batch, length, case.heads, case.key, case.value)
+    batch, length = (1, 32768) if shape == PACKED else map(int, shape.split("x"))
+    ends = packed_ends(length, 64, 4096) if shape == PACKED else ()
+    return Sizes(batch, length, case.heads, case.key, case.value, ends)
 
 
 def jobs(only: str, who: list[str], *, sweep: bool) -> list[Job]:
@@ -46,7 +50,7 @@ def jobs(only: str, who: list[str], *, sweep: bool) -> list[Job]:
     return [
         (name, shape, one)
         for name in results.selected(only, list(CASES))
-        for shape in shapes
+        for shape in (*shapes, *[PACKED] * (name in PACKED_CASES))
         for one in WHO
         if one in who and one in CASES[name].calls
     ]
@@ -101,7 +105,9 @@ def warm_up(job: Job) -> None:
     """Call what a job calls, in a small copy of its shape that asks for the same kernels."""
     name, shape, who = job
     full = sizes(name, shape)
-    small = Sizes(min(full.batch, 2), min(full.time, 4096), full.heads, full.key, full.value)
+    length = min(full.time, 4096)
+    ends = packed_ends(length, 64, 2048) if full.ends else ()
+    small = replace(full, batch=min(full.batch, 2), time=length, ends=ends)
     _, step = measure.steps_of(CASES[name], who, small)
     step()
 

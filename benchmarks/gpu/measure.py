@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from cases import STATES, Call, Case, Inputs, Sizes
+from cases import ENDS, STATES, Call, Case, Inputs, Sizes
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +25,7 @@ _HOST_TIME = 64  # tokens
 def steps_of(case: Case, who: str, sizes: Sizes, device: str = "cuda") -> tuple[Step, Step]:
     """Forward, and forward with backward, as in training: from a zero state that is not trained."""
     inputs = case.inputs(who, sizes, device, states=who == "ours")
-    wanted = [x.requires_grad_() for name, x in inputs.items() if name not in STATES]
+    wanted = [x.requires_grad_() for name, x in inputs.items() if name not in (*STATES, ENDS)]
     call, up = case.calls[who], torch.empty(0)
 
     def forward() -> Tensor:

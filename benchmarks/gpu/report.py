@@ -12,7 +12,7 @@ from typing import Any
 
 import results
 from cases import CASES
-from kernels import COLD, SHAPES, SWEEP
+from kernels import COLD, PACKED, PACKED_CASES, SHAPES, SWEEP
 from matplotlib.figure import Figure
 from model import FLA, MODELS
 from model import SHAPES as MODEL_SHAPES
@@ -39,7 +39,9 @@ def main() -> None:
     options = parser.parse_args()
     lines = results.read(options.results)
     kernels, models = by_job(lines)
-    parts = [speed(kernels), costs(kernels), training(models), crossovers(kernels)]
+    parts = [
+        speed(kernels), packed(kernels), costs(kernels), training(models), crossovers(kernels)
+    ]  # fmt: skip
     machines = sorted(
         {", ".join(line.get(k, "?") for k in ("gpu", "torch", "triton")) for line in lines}
     )
@@ -101,6 +103,22 @@ def speed(kernels: Kernels) -> str:
             rows.append([name, f"{shape}, {measure.split('_')[0]}", *cells, verdict(ours, bar)])
     head = ["kernel", "shape, time", "ours ms", "fla ms", "fla / ours", "bar ms", "met"]
     return table("Forward and backward, 32,768 tokens", head, rows)
+
+
+def packed(kernels: Kernels) -> str:
+    """Sequences of different lengths in one row, and what the same tokens cost in equal ones."""
+    rows = []
+    for name in PACKED_CASES:
+        ours, fla, equal = (
+            kernels.get((name, shape, who), {})
+            for shape, who in ((PACKED, "ours"), (PACKED, "fla"), (SHAPES[0], "ours"))
+        )
+        for measure in ("gpu_ms", "wall_ms") if ours or fla else ():
+            mine, theirs = ours.get(measure), fla.get(measure)
+            cells = [mine, theirs, ratio(theirs, mine), ratio(mine, equal.get(measure))]
+            rows.append([f"{name}, {measure.split('_')[0]}", *map(number, cells)])
+    head = ["kernel, time", "ours ms", "fla ms", "fla / ours", f"ours / ours at {SHAPES[0]}"]
+    return table("32,768 tokens in packed sequences of 64 to 4,096 (cu_seqlens)", head, rows)
 
 
 def costs(kernels: Kernels) -> str:
