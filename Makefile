@@ -5,6 +5,7 @@
 # make check  the same lint, types and tests in the environment that is active
 # make demo-web   the demo page, with the demo model, on http://127.0.0.1:8080
 # make test-web   the runner for browsers and Node: its npm packages, golden streams, Chromium
+# make bench-web  tokens a second in headless Chromium, beside onnxruntime in Node
 # make test-cpp   the C++ runner: what it needs, two builds, golden streams
 # make test-jvm   the Kotlin runner, the same on a desktop JVM
 # make test-android   resources and sources of the Android demo
@@ -28,7 +29,7 @@ RUN ?= $(PYTHON) -m
 
 export ORT_DISABLE_TELEMETRY = 1
 
-.PHONY: demo demo-web test-web test test-full check gpu lint test-cpp test-jvm test-android test-same-stream
+.PHONY: demo demo-web test-web bench-web test test-full check gpu lint test-cpp test-jvm test-android test-same-stream
 
 TOOLS := build/toolchain
 WEB := runtimes/web
@@ -59,10 +60,16 @@ demo-web: $(VENV)/.installed-export $(WEB)/dist
 		$(BIN)/edgelin export examples/demo/checkpoint -o bundles/web --quantize none --portable
 	node $(WEB)/demo/build.mjs --serve bundles/web
 
-test-web: $(WEB)/dist
-	test -x $(CHROMIUM) || (apt-get update -qq && \
-		apt-get install -qq -y --no-install-recommends chromium >/dev/null)
+test-web: $(WEB)/dist $(CHROMIUM)
 	cd $(WEB) && CHROMIUM=$(CHROMIUM) npm test --silent
+
+# FIRST="chrt -r 10" keeps other processes from interrupting it.
+bench-web: $(VENV)/.installed-export $(WEB)/dist $(CHROMIUM)
+	$(BIN)/python benchmarks/web/model.py build/bench-web
+	CHROMIUM=$(CHROMIUM) $(FIRST) node benchmarks/web/decode.mjs build/bench-web
+
+$(CHROMIUM):
+	apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null
 
 $(WEB)/dist: $(WEB)/node_modules/.package-lock.json $(wildcard $(WEB)/src/*.ts $(WEB)/demo/*.ts)
 	cd $(WEB) && npm run build --silent && touch dist

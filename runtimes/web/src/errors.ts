@@ -3,6 +3,9 @@ export class EdgelinError extends Error {
   override name = "EdgelinError";
 }
 
+/** The device cannot load the graph, or computes otherwise; another one may. */
+export class DeviceError extends EdgelinError {}
+
 /** The message of a foreign exception on one line, shortened. */
 export function oneLine(error: unknown): string {
   const text = String(error instanceof Error ? error.message : error).split(/\s+/).join(" ").trim();

@@ -1,7 +1,7 @@
 /** Opening a bundle over any of onnxruntime's JavaScript builds. */
 
 import type { Env, InferenceSession, InferenceSessionFactory, TensorConstructor } from "onnxruntime-common";
-import { EdgelinError, oneLine } from "./errors.js";
+import { DeviceError, EdgelinError, oneLine } from "./errors.js";
 import { withoutDefaults } from "./graph.js";
 import { FILE_NAME, type Manifest, checkFile, checkVersion, parseManifest } from "./manifest.js";
 import { Bundle, type Files } from "./runner.js";
@@ -43,8 +43,14 @@ export async function open(ort: Ort, files: Files, { device, variant, options, o
     const session = await ort.InferenceSession.create(model, { ...options, externalData, extra: { session: SESSION } });
     return new Bundle(manifest, name, { session, Tensor: ort.Tensor, device }, files);
   } catch (error) {
-    throw new EdgelinError(`onnxruntime cannot load ${files.where}/${graph.file} (${device}): ${oneLine(error)}`);
+    throw new DeviceError(`onnxruntime cannot load ${files.where}/${graph.file} (${device}): ${missingKernel(error) ?? oneLine(error)}`);
   }
+}
+
+/** Which operator no kernel was found for, as onnxruntime's WebGPU build and its other ones say it. */
+function missingKernel(error: unknown): string | null {
+  const found = /Provider type for (\w+) node with name '(\S*)' is not set|implementation for (\w+)\(\d+\) node with name '(\S*)'/.exec(String(error));
+  return found && `it has no kernel for the types of ${found[1] ?? found[3]} ${found[2] ?? found[4]}`;
 }
 
 /** The files of a variant, compared with their records. */

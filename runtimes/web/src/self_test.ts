@@ -1,6 +1,6 @@
 /** The device self-test: replays the golden stream that every bundle carries. */
 
-import { EdgelinError } from "./errors.js";
+import { DeviceError } from "./errors.js";
 import type { Bundle } from "./runner.js";
 
 export const FILE_NAME = "golden.json";
@@ -19,7 +19,7 @@ export async function selfTest(bundle: Bundle): Promise<void> {
   const compare = (what: string, found: number[], wanted: number[], limit: number): void => {
     const furthest = Math.max(...found.map((value, i) => Math.abs(value - wanted[i]!)));
     if (furthest <= limit) return;
-    throw new EdgelinError(
+    throw new DeviceError(
       `golden stream: ${what} off by ${furthest.toPrecision(2)}, ${limit.toPrecision(2)} is allowed; this device ` +
         `(${bundle.device}) computes otherwise, or the bundle is damaged`,
     );

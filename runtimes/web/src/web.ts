@@ -3,7 +3,7 @@
  * that a page needs no cross-origin isolation; the .wasm file comes from where you host it.
  */
 
-import { EdgelinError, oneLine } from "./errors.js";
+import { DeviceError, EdgelinError, oneLine } from "./errors.js";
 import { FILE_NAME, type Manifest } from "./manifest.js";
 import { type Ort, open } from "./open.js";
 import type { Bundle, Files } from "./runner.js";
@@ -22,7 +22,7 @@ const WASM = { wasm: "ort-wasm-simd-threaded.wasm", webgpu: "ort-wasm-simd-threa
 export interface LoadOptions {
   /** Graph of the bundle; its default one, or in WebAssembly one that is not slow there. */
   variant?: string;
-  /** Where the model computes; `"wasm"`. */
+  /** Where the model computes, if it can; `"wasm"`. */
   device?: "wasm" | "webgpu";
   /** URL of the folder with onnxruntime-web's .wasm file; the folder of the script that has this module. */
   wasmFolder?: string;
@@ -34,20 +34,39 @@ export interface LoadOptions {
   onProgress?: (loaded: number, total: number) => void;
 }
 
-/** Open a bundle: the URL of its folder, or files that were dropped or picked, by relative path. */
+/**
+ * Open a bundle: the URL of its folder, or files that were dropped or picked, by relative path. Where
+ * WebGPU cannot run it, WebAssembly does, with a warning; `bundle.device` says which it is.
+ */
 export async function load(source: string | URL | Files | ReadonlyMap<string, Blob>, options: LoadOptions = {}): Promise<Bundle> {
   const device = options.device ?? "wasm";
+  try {
+    return await loadOn(device, filesOf(source), options);
+  } catch (error) {
+    if (device === "wasm" || !(error instanceof DeviceError)) throw error;
+    console.warn(`edgelin: ${error.message}; WebAssembly runs it instead`);
+    return loadOn("wasm", filesOf(source), options);
+  }
+}
+
+async function loadOn(device: "wasm" | "webgpu", files: Files, options: LoadOptions): Promise<Bundle> {
   const ort = await onnxruntime(device);
   if (options.wasmFolder) ort.env.wasm.wasmPaths = { wasm: `${options.wasmFolder.replace(/\/*$/, "/")}${WASM[device]}` };
   ort.env.wasm.numThreads = options.threads ?? 1;
-  const bundle = await open(ort, filesOf(source), {
+  const bundle = await open(ort, files, {
     device,
     variant: (manifest) => chosen(manifest, options.variant ?? preferred(manifest, device), device),
     options: { executionProviders: [device], logSeverityLevel: 3 },
     onProgress: options.onProgress,
   });
   const when = options.selfTest ?? "first";
-  if (when !== "never" && GOLDEN in bundle.manifest.files) await testOnce(bundle, ort.env.versions.common, when === "always");
+  if (when === "never" || !(GOLDEN in bundle.manifest.files)) return bundle;
+  try {
+    await testOnce(bundle, ort.env.versions.common, when === "always");
+  } catch (error) {
+    await bundle.release();
+    throw error;
+  }
   return bundle;
 }
 

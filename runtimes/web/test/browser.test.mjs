@@ -94,6 +94,33 @@ test("the self-test runs on the first load only, and states live in IndexedDB", 
   await page.close();
 });
 
+test("states that a fork, a reader or a capsule has outlive the stream's next token", async () => {
+  const page = await open();
+  await page.waitForFunction(() => globalThis.edgelin);
+  const found = await page.evaluate(async () => {
+    const bundle = await edgelin.load("/golden/portable/bundle", { wasmFolder: "/dist/" });
+    const stream = await bundle.stream();
+    await stream.feed([5, 6, 7]);
+    const saved = await stream.save();
+    await stream.feed([8]);
+    const twin = stream.fork();
+    const wanted = await stream.feed([9, 10]);
+    const states = stream.states();
+    await stream.feed([11]);
+    const kept = [...states.values()].every(({ data }) => data.length > 0);
+    const forked = await twin.feed([9, 10]);
+    await stream.load(saved);
+    await stream.feed([8]);
+    const failed = await stream.feed([9, 1e9]).catch((error) => error.message);
+    const again = await stream.feed([9, 10]);
+    const same = (one, other) => one.every((value, i) => value === other[i]);
+    return [kept, same(wanted, forked), same(wanted, again), failed];
+  });
+  assert.deepEqual(found.slice(0, 3), [true, true, true]);
+  assert.match(found[3], /out of range/);
+  await page.close();
+});
+
 test("WebGPU, on a software adapter", async () => {
   const gpu = await launch({ gpu: true });
   try {
@@ -101,9 +128,30 @@ test("WebGPU, on a software adapter", async () => {
     await page.waitForFunction(() => globalThis.edgelin);
     const device = await page.evaluate(() => edgelin.golden("/golden/fused", "model_q4", { device: "webgpu", selfTest: "never" }));
     assert.equal(device, "webgpu");
+    // Attention in a ring and complex states compute positions and angles in float64.
+    for (const [name, node] of [["hybrid", "Cast"], ["complex", "Mul"]]) {
+      page.warnings.length = 0;
+      const instead = await page.evaluate((name) => edgelin.golden(`/golden/${name}`, "model", { device: "webgpu" }), name);
+      assert.equal(instead, "wasm");
+      const told = page.warnings.filter((text) => text.startsWith("edgelin:"));
+      assert.equal(told.length, 1);
+      assert.match(told[0], new RegExp(`no kernel for the types of ${node} .*; WebAssembly runs it instead$`));
+    }
   } finally {
     await gpu.close();
   }
+});
+
+test("without an adapter WebAssembly runs what was meant for WebGPU; a damaged bundle is refused once", async () => {
+  const page = await open();
+  await page.waitForFunction(() => globalThis.edgelin);
+  page.warnings.length = 0;
+  const golden = () => edgelin.golden("/golden/features", "model", { device: "webgpu" });
+  assert.equal(await page.evaluate(golden), "wasm");
+  assert.match(page.warnings.join(" "), /edgelin: .*adapter.*; WebAssembly runs it instead/);
+  const missing = () => edgelin.load("/golden/fused", { wasmFolder: "/dist/", device: "webgpu" }).catch((error) => error.message);
+  assert.match(await page.evaluate(missing), /edgelin\.json cannot be fetched: 404/);
+  await page.close();
 });
 
 /** Write `tokens` tokens on the demo page, and give the whole text. */

@@ -1,6 +1,7 @@
 /** What the browser tests call inside a page or a worker. */
 
 import { Store, load } from "../dist/web.js";
+import { decode } from "./decode.mjs";
 import { parse, replay } from "./golden.mjs";
 
 const fetched = async (url) => (await fetch(url)).text();
@@ -15,18 +16,13 @@ globalThis.edgelin = {
     await replay(bundle, golden, async (file) => new Uint8Array(await (await fetch(`${folder}/${file}`)).arrayBuffer()));
     return bundle.device;
   },
-  /** Least milliseconds of a token, and tokens a second, over `count` steps. */
-  async measure(folder, options, count = 100) {
+  /** A stream for {@link decode}, which has read a token. */
+  async begin(folder, options) {
     const bundle = await load(folder, { wasmFolder: "/dist/", selfTest: "never", ...options });
-    const stream = await bundle.stream({ capsule: "none" });
-    const times = [];
-    for (let i = 0; i < count; i++) {
-      const begin = performance.now();
-      await stream.feed([(i * 37 + 11) % bundle.manifest.input.vocab_size]);
-      times.push(performance.now() - begin);
-    }
-    times.sort((a, b) => a - b);
-    return { best: times[0], median: times[count >> 1] };
+    globalThis.stream = await bundle.stream({ capsule: "none" });
+    await stream.feed([1]);
+    return bundle.variant;
   },
+  decode: (count) => decode(stream, count),
 };
 globalThis.onmessage = async ({ data: [name, ...rest] }) => postMessage(await globalThis.edgelin[name](...rest).catch(String));
