@@ -25,6 +25,7 @@ from edgelin.experts import Experts
 from edgelin.layers import FeatureProjection, LayerNorm, RMSNorm, keep_last, running_mean
 from edgelin.mixer_trial import check_apart, told, try_out
 from edgelin.mixers import mlp
+from edgelin.recurrences import packed
 from edgelin.recurrences.lengths import masked
 from edgelin.state import StateSpec
 
@@ -253,6 +254,7 @@ class SequenceModel(nn.Module):
         inputs: Tensor,
         state: dict[str, Tensor] | None = None,
         lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Predict the next token, or answer, at every position.
 
@@ -261,12 +263,15 @@ class SequenceModel(nn.Module):
             state: The states before the first of them; None: the initial ones.
             lengths: `[B]` int64, steps 0 .. T that each row really has; None: all. What stands
                 behind the end of a row leaves its states as they are; outputs there mean nothing.
+            cu_seqlens: `[N + 1]` int32 or int64, ends of N sequences that stand one after the other
+                in the only row of ``inputs``, each with its own row of the states, or None; as
+                :mod:`edgelin.recurrences.packed` says.
 
         Returns:
             outputs: `[B, T, vocab]` logits, or `[B, T, outputs]`, float32.
             state: The states after the last step, keyed as ``state_specs`` says.
         """
-        hidden, state = self.hidden(inputs, state, lengths)
+        hidden, state = self.hidden(inputs, state, lengths, cu_seqlens)
         return self.logits(hidden), state
 
     def hidden(
@@ -274,8 +279,11 @@ class SequenceModel(nn.Module):
         inputs: Tensor,
         state: dict[str, Tensor] | None = None,
         lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As :meth:`forward`, but the stream `[B, T, d]` that :meth:`logits` takes."""
+        if cu_seqlens is not None:
+            return self._packed(inputs, state, cu_seqlens, lengths)
         batch, time = inputs.shape[:2]
         if state is None:
             state = self.initial_state(batch, inputs.device)
@@ -297,6 +305,34 @@ class SequenceModel(nn.Module):
             after["position"] = position + (time if lengths is None else lengths)
         kept = keep_last(x, lengths)
         return kept if self._pools else self.norm(kept), after
+
+    def _packed(
+        self,
+        inputs: Tensor,
+        state: dict[str, Tensor] | None,
+        cu_seqlens: Tensor,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """:meth:`hidden` of packed sequences, as rows of different lengths for all layers at once:
+        no mixer knows more than ``lengths``, and what is not a recurrence is masked by them too."""
+        for spec in self.state_specs():
+            if spec.growing_axis is not None:
+                raise EdgelinError(
+                    f"cu_seqlens needs states of fixed size; layer {spec.layer} attends to all "
+                    f"tokens; give its attention a window, or every sequence a call of its own"
+                )
+        if state is None:
+            state = self.initial_state(max(0, cu_seqlens.numel() - 1), inputs.device)
+        names = list(state)
+
+        def call(
+            inputs: Tensor, states: list[Tensor], lengths: Tensor | None
+        ) -> tuple[Tensor, list[Tensor]]:
+            hidden, after = self.hidden(inputs, dict(zip(names, states, strict=True)), lengths)
+            return hidden, [after[name] for name in names]
+
+        hidden, after = packed.run_all(call, (inputs,), list(state.values()), cu_seqlens, lengths)
+        return hidden, dict(zip(names, after, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: `[..., d]` from :meth:`hidden` to `[..., outputs]`, float32 (or float64)."""

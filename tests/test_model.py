@@ -76,6 +76,36 @@ def test_pieces_are_the_float64_steps(batch: int, cuts: list[int]) -> None:
     assert expected[1]["position"].tolist() == [ids.shape[1]] * batch
 
 
+def test_packed_sequences_train_as_rows_of_their_own() -> None:
+    """Loss, gradients of all weights, and states that come after, of each sequence in turn."""
+    model, lengths = build().double(), [5, 0, 70, 6]
+    ids, ends = tokens(1, sum(lengths)), torch.tensor([0, 5, 5, 75, 81], dtype=torch.int32)
+    logits, after = model(ids, cu_seqlens=ends)
+    target = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).double()
+    found = torch.autograd.grad((logits * target).sum(), list(model.parameters()))
+    loss = torch.zeros(())
+    for row, part in enumerate(ids.split(lengths, dim=1)):
+        at = slice(int(ends[row]), int(ends[row + 1]))
+        if part.shape[1]:
+            alone, state = in_pieces(model, part, [1] * part.shape[1])
+            loss = loss + (alone * target[:, at]).sum()
+        else:
+            state = model.initial_state(1)
+        for name, tensor in state.items():
+            torch.testing.assert_close(after[name][row : row + 1], tensor)
+    for one, other in zip(found, torch.autograd.grad(loss, model.parameters()), strict=True):
+        torch.testing.assert_close(one, other)
+    assert after["position"].tolist() == lengths
+
+
+def test_packed_sequences_need_states_of_one_size() -> None:
+    model = build(mixers=MIXERS | {"local": MIXERS["local"] | {"window": 0}})
+    with pytest.raises(EdgelinError, match=r"cu_seqlens needs states of fixed size; layer 6 at"):
+        model(tokens(1, 9), cu_seqlens=torch.tensor([0, 4, 9]))
+    with pytest.raises(ValueError, match="cu_seqlens and lengths are both given"):
+        build()(tokens(1, 9), None, torch.tensor([9]), torch.tensor([0, 4, 9]))
+
+
 def test_logits_depend_on_no_later_token() -> None:
     model, ids = build(), tokens(1, 130)
     changed = ids.clone()

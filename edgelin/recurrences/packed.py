@@ -12,8 +12,8 @@ Sequences of one length are one group, and need no copy at all where no empty on
 
 The lengths have to be known to Python. On a GPU, reading ``cu_seqlens`` waits for everything before
 it, so give it on the CPU; what follows from it is kept for the next call with the same numbers,
-such as the next layer's. ``torch.compile`` breaks its graph here and compiles what is around it
-(``fullgraph=True`` is refused).
+such as the next layer's. ``torch.compile`` breaks its graph here and compiles what is around it, not
+what is run inside (``fullgraph=True`` is refused).
 """
 
 from __future__ import annotations
@@ -72,47 +72,78 @@ def run(
     cu_seqlens: Tensor,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run a recurrence over packed sequences.
+    """Run a recurrence of one state over packed sequences; see :func:`run_all`.
 
     Args:
-        call: Maps (*steps, state, lengths) of a batch to (o ``[B, T, ...]``, state). The steps are
-            zero behind the end of a row; ``lengths`` ``[B]`` is None where all rows are full.
+        call: Maps (*steps, state, lengths) of a batch to (o, state).
+        steps: ``[1, T, ...]``, or None.
+        state: ``[N, ...]``.
+        cu_seqlens: ``[N + 1]``.
+        lengths: Must be None.
+
+    Returns:
+        Outputs ``[1, T, ...]`` and the states after the last tokens ``[N, ...]``.
+    """
+
+    def with_list(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
+        *mine, states, ends = inputs
+        o, after = call(*mine, states[0], ends)
+        return o, [after]
+
+    o, states = run_all(with_list, steps, [state], cu_seqlens, lengths)
+    return o, states[0]
+
+
+def run_all(
+    call: Callable[..., tuple[Tensor, list[Tensor]]],
+    steps: Sequence[Tensor | None],
+    states: list[Tensor],
+    cu_seqlens: Tensor,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Run anything causal over packed sequences.
+
+    Args:
+        call: Maps (*steps, states, lengths) of a batch to (o ``[B, T, ...]``, states). The steps
+            are zero behind the end of a row; ``lengths`` ``[B]`` is None where all rows are full.
         steps: What has a time axis ``[1, T, ...]``; None is handed on.
-        state: States before the first tokens ``[N, ...]``.
+        states: States before the first tokens, each ``[N, ...]``.
         cu_seqlens: ``[N + 1]``, as the module says.
         lengths: Must be None; taken so that every caller refuses it in the same words.
 
     Returns:
-        Outputs ``[1, T, ...]`` and the states after the last tokens ``[N, ...]``.
+        Outputs ``[1, T, ...]`` and the states after the last tokens, each ``[N, ...]``.
 
     Raises:
         ValueError: ``cu_seqlens`` is not as the module says, or does not fit the tensors.
     """
     refuse_both(cu_seqlens, lengths)
-    ends = _checked(cu_seqlens, [x for x in steps if x is not None], state)
-    plan = _plan(ends, state.device, GROUP.get(state.device.type, GROUP["cuda"]))
-    tokens = [rows * longest for rows, longest in plan.sizes]
-    pieces = [
-        [None] * len(tokens) if x is None else [
-            piece.unflatten(0, size)
-            for piece, size in zip(
-                _split(_take(x[0], plan.spread, plan.collect), tokens), plan.sizes, strict=True
-            )
-        ]
-        for x in steps
-    ]  # fmt: skip
+    given = [x for x in steps if x is not None]
+    ends, device = _checked(cu_seqlens, given, states), given[0].device
+    plan = _plan(ends, device, GROUP.get(device.type, GROUP["cuda"]))
+    batches = [[None] * len(plan.sizes) if x is None else _batches(x, plan) for x in steps]
     rows = [size[0] for size in plan.sizes] + [plan.empty] * (plan.empty > 0)
-    states = _split(_take(state, plan.order, plan.inverse), rows)
+    running = [_split(_take(x, plan.order, plan.inverse), rows) for x in states]
     outputs = []
-    for i, group in enumerate(zip(*pieces, strict=True)):
-        o, states[i] = call(*group, states[i], plan.lengths[i])
+    for i, group in enumerate(zip(*batches, strict=True)):
+        o, after = call(*group, [pieces[i] for pieces in running], plan.lengths[i])
         outputs.append(o.flatten(0, 1))
+        for pieces, ended in zip(running, after, strict=True):
+            pieces[i] = ended  # those of empty sequences stay behind them
     o = _take(_join(outputs), plan.collect, plan.spread)
-    after = _take(_join(states), plan.inverse, plan.order)
-    return o[None], after
+    return o[None], [_take(_join(pieces), plan.inverse, plan.order) for pieces in running]
 
 
-run = torch.compiler.disable(run, reason="Python reads the lengths of packed sequences")
+def _batches(x: Tensor, plan: Plan) -> list[Tensor]:
+    """``[1, T, ...]`` as the batch of every group ``[rows, longest, ...]``."""
+    pieces = _split(
+        _take(x[0], plan.spread, plan.collect), [rows * longest for rows, longest in plan.sizes]
+    )
+    return [piece.unflatten(0, size) for piece, size in zip(pieces, plan.sizes, strict=True)]
+
+
+# How many tokens a sequence has is known only when they are counted.
+run_all = torch.compiler.disable(run_all, reason="Python reads the lengths of packed sequences")
 
 
 def refuse_both(cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
@@ -121,7 +152,7 @@ def refuse_both(cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
         raise ValueError("cu_seqlens and lengths are both given, need one of them or none")
 
 
-def _checked(cu_seqlens: Tensor, steps: list[Tensor], state: Tensor) -> tuple[int, ...]:
+def _checked(cu_seqlens: Tensor, steps: list[Tensor], states: list[Tensor]) -> tuple[int, ...]:
     """The ends as numbers; ValueError where they can't be."""
     kind, shape = cu_seqlens.dtype, tuple(cu_seqlens.shape)
     if kind not in (torch.int32, torch.int64) or len(shape) != 1 or shape[0] < 2:
@@ -137,10 +168,9 @@ def _checked(cu_seqlens: Tensor, steps: list[Tensor], state: Tensor) -> tuple[in
     wrong = [tuple(x.shape) for x in steps if x.shape[:2] != (1, time)]
     if wrong:
         raise ValueError(f"an input is {wrong[0]}, with cu_seqlens all need [1, {time}, ...]")
-    if state.shape[0] != len(ends) - 1:
-        raise ValueError(
-            f"state is {tuple(state.shape)}, need a row for each of {len(ends) - 1} sequences"
-        )
+    wrong = [tuple(x.shape) for x in states if x.shape[0] != len(ends) - 1]
+    if wrong:
+        raise ValueError(f"a state is {wrong[0]}, need a row for each of {len(ends) - 1} sequences")
     return ends
 
 

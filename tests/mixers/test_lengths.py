@@ -98,6 +98,29 @@ def test_a_state_that_grows_has_one_length(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", EXPORTED)
+def test_packed_sequences_are_their_own_loops(case: str) -> None:
+    """A model whose one row holds them all; two groups, one of them padded, and an empty one."""
+    model = one_layer(case)
+    mixer, lengths = model.blocks[0].mixer, [40, 0, 1, 130, 41]
+    ids = torch.randint(0, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
+    state = filled_state(mixer, len(lengths))
+    if any(spec.name == "position" for spec in model.state_specs()):
+        state["position"] = torch.tensor([3, 0, 1_000_000, 70, 0])
+    exact = loop_in_place(model, mixer, mixer, case)
+    ends = torch.tensor([0, *np.cumsum(lengths)])
+    logits, after = model.double()(ids, state, cu_seqlens=ends)
+    for row, length in enumerate(lengths):
+        own = {name: t[row : row + 1] for name, t in state.items()}
+        start = int(ends[row])
+        wanted = own
+        if length:
+            part, wanted = exact(ids[:, start : start + length], own)
+            torch.testing.assert_close(logits[:, start : start + length], part)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(after[name][row : row + 1], tensor)
+
+
+@pytest.mark.parametrize("case", EXPORTED)
 def test_rows_of_a_graph_are_their_own_loops(case: str) -> None:
     model = one_layer(case)
     mixer = model.blocks[0].mixer

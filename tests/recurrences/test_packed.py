@@ -305,7 +305,7 @@ def test_thousands_of_lengths_are_few_groups() -> None:
         ([0], r"cu_seqlens is \(1,\), torch.int64, need \[N \+ 1\] of int32 or int64, N >= 1"),
         ([[0, 10]], r"cu_seqlens is \(1, 2\), torch.int64, need"),
         ([0.0, 4.0, 10.0], r"cu_seqlens is \(3,\), torch.float32, need"),
-        ([0, 4, 6, 10], r"state is \(2, 2, 6, 5\), need a row for each of 3 sequences"),
+        ([0, 4, 6, 10], r"a state is \(2, 2, 6, 5\), need a row for each of 3 sequences"),
     ],
 )
 def test_wrong_ends_are_refused(numbers: Any, message: str) -> None:
