@@ -34,11 +34,11 @@ from triton.runtime.jit import JITFunction
 
 from edgelin.recurrences import delta, diagonal, dplr, linear
 
-OPERATORS = [
-    (linear._linear, linear._linear_backward),
-    (delta._delta, delta._delta_backward),
-    (dplr._dplr, dplr._dplr_backward),
-    (diagonal._diagonal, diagonal._diagonal_backward),
+OPERATORS = [  # forward, backward, what the latter wants beside
+    (linear._linear, linear._linear_backward, ()),
+    (delta._delta, delta._delta_backward, ([],)),
+    (dplr._dplr, dplr._dplr_backward, ([],)),
+    (diagonal._diagonal, diagonal._diagonal_backward, ()),
 ]
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -86,15 +86,17 @@ def record(show: Callable[[JITFunction[Any], Any, float], None]) -> None:
             seen.add(id(made))
             show(self, made, time.perf_counter() - began)
 
-    for forward, backward in OPERATORS:  # else a tensor without data only asks for shapes
-        forward.register_fake(_both(forward, backward))
+    for forward, backward, more in OPERATORS:  # else a tensor without data only asks for shapes
+        forward.register_fake(_both(forward, backward, more))
     JITFunction.run = compile_only  # type: ignore[method-assign, assignment]
     torch.cuda._exchange_device = lambda index: 0  # type: ignore[assignment]
     torch.cuda._maybe_exchange_device = lambda index: 0  # type: ignore[assignment]
     driver.set_active(Target())  # type: ignore[arg-type]
 
 
-def _both(forward: CustomOpDef, backward: CustomOpDef) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _both(
+    forward: CustomOpDef, backward: CustomOpDef, more: tuple[Any, ...]
+) -> Callable[..., tuple[torch.Tensor, ...]]:
     """What an operator launches forward and, as autograd would go on, backward."""
 
     def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -105,7 +107,7 @@ def _both(forward: CustomOpDef, backward: CustomOpDef) -> Callable[..., tuple[to
         outputs: tuple[torch.Tensor, ...] = forward._init_fn(*inputs)
         last = max(i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor | float)) + 1
         ups = [torch.empty_like(y) for y in outputs]
-        backward._init_fn(*inputs[:last], *ups, *inputs[last:])
+        backward._init_fn(*inputs[:last], *ups, *inputs[last:], *more)
         return outputs
 
     return run

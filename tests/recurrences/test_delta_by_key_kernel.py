@@ -19,10 +19,12 @@ def kernel_results(made: dict[str, Any], dtype: torch.dtype, device: str) -> lis
 
     arguments = to(made, dtype, device)
     do, dstate = out_gradients(made)
-    outputs = kernel.delta_forward(*arguments, SCALE)
-    gradients = kernel_backward.delta_backward(
-        *arguments, SCALE, do.to(device, dtype), dstate.to(device, torch.float32)
-    )
+    *outputs, carried = kernel.delta_forward(*arguments, SCALE)
+    ups = do.to(device, dtype), dstate.to(device, torch.float32)
+    kept = kernel.Carried.of(carried.distinct())
+    gradients = kernel_backward.delta_backward(*arguments, SCALE, *ups, kept)
+    again = kernel_backward.delta_backward(*arguments, SCALE, *ups)
+    assert all(map(torch.equal, gradients, again))
     results = [*outputs, *gradients]
     wide = [dtype, torch.float32, *[dtype] * 4, torch.float32, torch.float32]
     assert [r.dtype for r in results] == wide

@@ -91,10 +91,12 @@ def kernel_results(made: Inputs, dtype: torch.dtype, device: str) -> list[Tensor
 
     arguments = to(made, dtype, device)
     do, dstate = out_gradients(made)
-    outputs = kernel.forward(*arguments, SCALE)
-    gradients = kernel_backward.backward(
-        *arguments, SCALE, do.to(device, dtype), dstate.to(device, torch.float32)
-    )
+    *outputs, carried = kernel.forward(*arguments, SCALE)
+    ups = do.to(device, dtype), dstate.to(device, torch.float32)
+    kept = kernel.Carried.of(carried.distinct())
+    gradients = kernel_backward.backward(*arguments, SCALE, *ups, kept)
+    again = kernel_backward.backward(*arguments, SCALE, *ups)
+    assert all(map(torch.equal, gradients, again))
     return [*outputs, *gradients]
 
 

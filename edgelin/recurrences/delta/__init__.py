@@ -17,12 +17,13 @@ eq. 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from edgelin.recurrences import packed, widths
+from edgelin.recurrences import keeping, packed, widths
 from edgelin.recurrences.delta import chunked
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
@@ -77,8 +78,11 @@ def delta(
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = torch.ops.edgelin.delta(q, k, v, beta, g, state, scale)
-        return result
+        if is_exporting() or not torch.is_grad_enabled():
+            o, last = torch.ops.edgelin.delta(q, k, v, beta, g, state, scale)
+        else:
+            o, last, _ = torch.ops.edgelin.delta_keeping(q, k, v, beta, g, state, scale)
+        return o, last
 
     return widths.run_fitting(run, q, k, v, g, state)
 
@@ -110,15 +114,37 @@ def _delta(
 ) -> tuple[Tensor, Tensor]:
     """Kernel on CUDA tensors, chunked form elsewhere."""
     q, k = by_value_head(q, k, v)  # a traced model still has them by key head
+    return _run(q, k, v, beta, g, state, scale)[:2]
+
+
+@torch.library.custom_op("edgelin::delta_keeping", mutates_args=())
+def _delta_keeping(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The same and what the backward pass of the kernels goes on from; nothing on a CPU."""
+    return _run(q, k, v, beta, g, state, scale)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     if v.is_cuda and _by_key(g):
         from edgelin.recurrences.dplr import kernel as dplr_kernel
 
-        return dplr_kernel.delta_forward(q, k, v, beta, g, state, scale)
+        o, last, carried = dplr_kernel.delta_forward(q, k, v, beta, g, state, scale)
+        return o, last, carried.distinct()
     if v.is_cuda:
         from edgelin.recurrences.delta import kernel
 
-        return kernel.forward(q, k, v, beta, g, state, scale)
-    return chunked.forward(q, k, v, beta, g, state, scale)
+        o, last, kept = kernel.forward(q, k, v, beta, g, state, scale)
+        return o, last, list(kept)
+    return *chunked.forward(q, k, v, beta, g, state, scale), []
 
 
 @torch.library.custom_op("edgelin::delta_backward", mutates_args=())
@@ -132,16 +158,23 @@ def _delta_backward(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, g (empty without g) and state; recomputes all but the inputs."""
+    """Gradients of q, k, v, beta, g (empty without g) and state.
+
+    ``kept`` is from ``delta_keeping``; where it is empty, all but the inputs is computed again.
+    """
     if v.is_cuda and _by_key(g):
+        from edgelin.recurrences.dplr import kernel as dplr_kernel
         from edgelin.recurrences.dplr import kernel_backward as dplr_backward
 
-        return dplr_backward.delta_backward(q, k, v, beta, g, state, scale, do, dstate)
+        carried = dplr_kernel.Carried.of(kept) if kept else None
+        return dplr_backward.delta_backward(q, k, v, beta, g, state, scale, do, dstate, carried)
     if v.is_cuda:
-        from edgelin.recurrences.delta import kernel_backward
+        from edgelin.recurrences.delta import kernel, kernel_backward
 
-        return kernel_backward.backward(q, k, v, beta, g, state, scale, do, dstate)
+        made = kernel.Carried(*kept) if kept else None
+        return kernel_backward.backward(q, k, v, beta, g, state, scale, do, dstate, made)
     return chunked.backward(q, k, v, beta, g, state, scale, do, dstate)
 
 
@@ -158,6 +191,29 @@ def _(
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
+@_delta_keeping.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    outputs = v.new_empty(v.shape), state.new_empty(state.shape)
+    if v.is_cuda and _by_key(g):
+        from edgelin.recurrences.dplr import kernel as dplr_kernel
+
+        tied = dplr_kernel.Inputs.prepare(q, k, v, g, state, beta=beta)
+        return *outputs, dplr_kernel.allocate(tied).distinct()
+    if v.is_cuda:
+        from edgelin.recurrences.delta import kernel
+
+        return *outputs, list(kernel.allocate(kernel.Inputs.prepare(q, k, v, beta, g, state)))
+    return *outputs, []
+
+
 @_delta_backward.register_fake
 def _(
     q: Tensor,
@@ -169,23 +225,25 @@ def _(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dg = state.new_empty(0) if g is None else g.new_empty(g.shape)
     q_, k_, v_, beta_, state_ = (x.new_empty(x.shape) for x in (q, k, v, beta, state))
     return q_, k_, v_, beta_, dg, state_
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep the inputs and nothing else."""
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, do: Tensor | None, dstate: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
     """Gradients in the order of the op's inputs."""
-    inputs = ctx.saved_tensors
-    dq, dk, dv, dbeta, dg, ds = torch.ops.edgelin.delta_backward(*inputs, ctx.scale, do, dstate)
-    return dq, dk, dv, dbeta, None if inputs[4] is None else dg, ds, None
+    q, k, v, beta, g, state, *kept = ctx.saved_tensors
+    do, dstate = keeping.or_zeros(do, v), keeping.or_zeros(dstate, state)
+    found = torch.ops.edgelin.delta_backward(
+        q, k, v, beta, g, state, ctx.scale, do, dstate, kept
+    )  # fmt: skip
+    dq, dk, dv, dbeta, dg, ds = found
+    return dq, dk, dv, dbeta, None if g is None else dg, ds, None
 
 
-_delta.register_autograd(_gradients, setup_context=_save)
+_delta.register_autograd(_gradients, setup_context=keeping.save)
+_delta_keeping.register_autograd(_gradients, setup_context=keeping.save)

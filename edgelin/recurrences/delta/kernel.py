@@ -259,33 +259,41 @@ class Carried(NamedTuple):
     suffix: Tensor  # e^{G_64 - G} [B, T, H]
     states: Tensor  # before each chunk [B, H, N, K, V]
     writes: Tensor  # u [B, T, H, V]
-    final: Tensor  # [B, H, K, V]
 
 
-def carry(x: Inputs) -> Carried:
-    """Run the first two kernels."""
+def allocate(x: Inputs) -> Carried:
+    """Memory for it."""
     batch, time, heads, width = x.v.shape
-    key = x.k.shape[-1]
-    chunks = triton.cdiv(time, CHUNK)
-    inverse = x.v.new_empty(batch, time, heads, CHUNK)
     # without decay nobody reads the factors
     shape = (batch, time, heads) if x.has_g else (1,)
-    prefix, suffix = (x.v.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    states = x.v.new_empty(batch, heads, chunks, key, width)
-    writes = torch.empty_like(x.v)
-    final = torch.empty_like(x.state)
+    chunks = triton.cdiv(time, CHUNK)
+    return Carried(
+        inverse=x.v.new_empty(batch, time, heads, CHUNK),
+        prefix=x.v.new_empty(shape, dtype=torch.float32),
+        suffix=x.v.new_empty(shape, dtype=torch.float32),
+        states=x.v.new_empty(batch, heads, chunks, x.k.shape[-1], width),
+        writes=torch.empty_like(x.v),
+    )
+
+
+def carry(x: Inputs) -> tuple[Carried, Tensor]:
+    """Run the first two kernels; also the last state `[B, H, K, V]`."""
+    batch, time, heads, width = x.v.shape
+    key, chunks = x.k.shape[-1], triton.cdiv(time, CHUNK)
+    made, final = allocate(x), torch.empty_like(x.state)
+    factors = (made.inverse, made.prefix, made.suffix)
     launch = x.launch("invert")
     invert_kernel[(batch * heads * chunks,)](
-        x.k, x.beta, x.g, inverse, prefix, suffix, time, heads,
+        x.k, x.beta, x.g, *factors, time, heads,
         K=key, BK=launch["BK"], HAS_G=x.has_g, WIDE=x.wide, INVERSE=x.inverse_precision,
         **{name: launch[name] for name in ("num_warps", "num_stages")},
     )  # fmt: skip
     launch = x.launch("states")
     states_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
-        x.k, x.v, x.beta, inverse, prefix, suffix, x.state, states, writes, final, time, heads,
+        x.k, x.v, x.beta, *factors, x.state, made.states, made.writes, final, time, heads,
         K=key, V=width, HAS_G=x.has_g, **launch,
     )  # fmt: skip
-    return Carried(inverse, prefix, suffix, states, writes, final)
+    return made, final
 
 
 def forward(
@@ -296,11 +304,14 @@ def forward(
     g: Tensor | None,
     state: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, T, H, V]` and the new state `[B, H, K, V]`; float32 or bfloat16 values."""
+) -> tuple[Tensor, Tensor, Carried]:
+    """Outputs `[B, T, H, V]`, the new state `[B, H, K, V]` and what the backward pass goes on from.
+
+    Values are float32 or bfloat16.
+    """
     with torch.cuda.device_of(v):
         x = Inputs.prepare(q, k, v, beta, g, state)
-        carried = carry(x)
+        carried, final = carry(x)
         batch, time, heads, width = v.shape
         o, launch = torch.empty_like(x.v), x.launch("output")
         grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, launch["BV"]))
@@ -308,4 +319,4 @@ def forward(
             x.q, x.k, x.g, carried.states, carried.writes, o, scale, time, heads,
             K=x.k.shape[-1], V=width, HAS_G=x.has_g, WIDE=x.wide, **launch,
         )  # fmt: skip
-    return o, carried.final
+    return o, final, carried

@@ -7,8 +7,7 @@ the gradient of the state after a chunk:
     dS = e^{G_64} dS' + scale (e^G q)^T do - (beta e^G k)^T dr
     dP = scale do u^T, on and below the diagonal
 
-Six launches: the first two kernels of the forward pass again (nothing but the inputs is kept),
-then
+Four launches, from what the first two of the forward pass left:
 
     local     every chunk on its own: scale P^T do
     reverse   from the last chunk to the first: dr and each chunk's dS'
@@ -254,11 +253,15 @@ def backward(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    carried: Carried | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, g (empty without g) and state; shapes as in the forward pass."""
+    """Gradients of q, k, v, beta, g (empty without g) and state; shapes as in the forward pass.
+
+    ``carried`` comes from the forward pass; without it the first two kernels run again.
+    """
     with torch.cuda.device_of(v):
         x = Inputs.prepare(q, k, v, beta, g, state)
-        carried = carry(x)
+        carried = carried or carry(x)[0]
         do, dstate = do.to(v.dtype).contiguous(), dstate.contiguous()
         solved = _reverse(x, carried, scale, do, dstate)
         batch, time, heads, width = v.shape

@@ -16,14 +16,16 @@ the Delta Rule over Sequence Length", arXiv:2406.06484, section 3 (the chunk for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgelin.recurrences import packed, widths
+from edgelin.recurrences import keeping, packed, widths
 from edgelin.recurrences.dplr import chunked
+from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -77,8 +79,11 @@ def dplr(
         """The op, with a and b as wide as the keys have become."""
         more = k.shape[-1] - a.shape[-1]
         pair = [F.pad(x, (0, more)) if more else x for x in (a, b)]
-        result: tuple[Tensor, Tensor] = torch.ops.edgelin.dplr(q, k, v, *pair, g, state, scale)
-        return result
+        if is_exporting() or not torch.is_grad_enabled():
+            o, last = torch.ops.edgelin.dplr(q, k, v, *pair, g, state, scale)
+        else:
+            o, last, _ = torch.ops.edgelin.dplr_keeping(q, k, v, *pair, g, state, scale)
+        return o, last
 
     return widths.run_fitting(run, q, k, v, g, state)
 
@@ -95,11 +100,33 @@ def _dplr(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Kernel on CUDA tensors, chunked form elsewhere."""
+    return _run(q, k, v, a, b, g, state, scale)[:2]
+
+
+@torch.library.custom_op("edgelin::dplr_keeping", mutates_args=())
+def _dplr_keeping(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The same and what the backward pass of the kernels goes on from; nothing on a CPU."""
+    return _run(q, k, v, a, b, g, state, scale)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     if v.is_cuda:
         from edgelin.recurrences.dplr import kernel
 
-        return kernel.forward(q, k, v, a, b, g, state, scale)
-    return chunked.forward(q, k, v, a, b, g, state, scale)
+        o, last, carried = kernel.forward(q, k, v, a, b, g, state, scale)
+        return o, last, carried.distinct()
+    return *chunked.forward(q, k, v, a, b, g, state, scale), []
 
 
 @torch.library.custom_op("edgelin::dplr_backward", mutates_args=())
@@ -114,12 +141,17 @@ def _dplr_backward(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor],
 ) -> Gradients:
-    """Gradients of q, k, v, a, b, g and state; recomputes all but the inputs."""
-    if v.is_cuda:
-        from edgelin.recurrences.dplr import kernel_backward
+    """Gradients of q, k, v, a, b, g and state.
 
-        return kernel_backward.backward(q, k, v, a, b, g, state, scale, do, dstate)
+    ``kept`` is from ``dplr_keeping``; where it is empty, all but the inputs is computed again.
+    """
+    if v.is_cuda:
+        from edgelin.recurrences.dplr import kernel, kernel_backward
+
+        carried = kernel.Carried.of(kept) if kept else None
+        return kernel_backward.backward(q, k, v, a, b, g, state, scale, do, dstate, carried)
     return chunked.backward(q, k, v, a, b, g, state, scale, do, dstate)
 
 
@@ -137,6 +169,26 @@ def _(
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
+@_dplr_keeping.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    kept: list[Tensor] = []
+    if v.is_cuda:
+        from edgelin.recurrences.dplr import kernel
+
+        made = kernel.Inputs.prepare(q, k, v, g, state, pair=(a, b))
+        kept = kernel.allocate(made).distinct()
+    return v.new_empty(v.shape), state.new_empty(state.shape), kept
+
+
 @_dplr_backward.register_fake
 def _(
     q: Tensor,
@@ -149,20 +201,23 @@ def _(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor],
 ) -> Gradients:
     q, k, v, a, b, g, state = (x.new_empty(x.shape) for x in (q, k, v, a, b, g, state))
     return q, k, v, a, b, g, state
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep the inputs and nothing else."""
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, do: Tensor | None, dstate: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
     """Gradients in the order of the op's inputs."""
-    return *torch.ops.edgelin.dplr_backward(*ctx.saved_tensors, ctx.scale, do, dstate), None
+    q, k, v, a, b, g, state, *kept = ctx.saved_tensors
+    do, dstate = keeping.or_zeros(do, v), keeping.or_zeros(dstate, state)
+    found = torch.ops.edgelin.dplr_backward(
+        q, k, v, a, b, g, state, ctx.scale, do, dstate, kept
+    )  # fmt: skip
+    return *found, None
 
 
-_dplr.register_autograd(_gradients, setup_context=_save)
+_dplr.register_autograd(_gradients, setup_context=keeping.save)
+_dplr_keeping.register_autograd(_gradients, setup_context=keeping.save)

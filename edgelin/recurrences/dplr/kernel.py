@@ -36,6 +36,7 @@ arXiv:2503.14456, equation 16, and of Kimi Team 2025, "Kimi Linear", arXiv:2510.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -307,11 +308,22 @@ class Carried(NamedTuple):
     total: Tensor  # e^{G_64} [B, H, N, K]
     states: Tensor  # before each chunk [B, H, N, K, V]
     reads: Tensor  # z [B, T, H, V]
-    final: Tensor  # [B, H, K, V]
+
+    def distinct(self) -> list[Tensor]:
+        """All of them once."""
+        return list({id(x): x for x in self}.values())
+
+    @classmethod
+    def of(cls, distinct: Sequence[Tensor]) -> Carried:
+        """From :meth:`distinct`; fewer than all is tied."""
+        if len(distinct) == len(cls._fields):
+            return cls(*distinct)
+        far, inverse, m_qb, w, q_in, b_out, *rest = distinct
+        return cls(far, inverse, m_qb, m_qb, m_qb, w, q_in, b_out, b_out, *rest)
 
 
-def carry(x: Inputs) -> Carried:
-    """Run ``pairs`` and ``states``."""
+def allocate(x: Inputs) -> Carried:
+    """Memory for it."""
     batch, time, heads, width = x.v.shape
     key, chunks = x.k.shape[-1], triton.cdiv(time, CHUNK)
     inverse, m_qb = (x.v.new_empty(batch, time, heads, CHUNK) for _ in range(2))
@@ -320,30 +332,36 @@ def carry(x: Inputs) -> Carried:
     k_out = b_out if x.tied else torch.empty_like(x.k)
     total = x.g.new_empty(batch, heads, chunks, key, dtype=torch.float32)
     states = x.v.new_empty(batch, heads, chunks, key, width)
-    reads, final = torch.empty_like(x.v), torch.empty_like(x.state)
     far = x.g.new_empty(batch * heads * chunks, dtype=torch.int32)
+    reads = torch.empty_like(x.v)
+    return Carried(far, inverse, n_ak, m_qb, m_qk, w, q_in, b_out, k_out, total, states, reads)
+
+
+def carry(x: Inputs) -> tuple[Carried, Tensor]:
+    """Run ``pairs`` and ``states``; also the last state `[B, H, K, V]`."""
+    batch, time, heads, width = x.v.shape
+    key, chunks = x.k.shape[-1], triton.cdiv(time, CHUNK)
+    made, final = allocate(x), torch.empty_like(x.state)
     for is_far in (False, True):
         pairs_kernel[(batch * heads * chunks,)](
-            x.q, x.k, x.v, x.a, x.b, x.beta, x.g, far, inverse, n_ak, m_qb, m_qk, w, reads,
-            q_in, b_out, k_out, total, time, heads,
-            K=key, V=width, TIED=x.tied, FAR=is_far, INVERSE=x.inverse_precision, **x.masks,
+            x.q, x.k, x.v, x.a, x.b, x.beta, x.g, made.far, made.inverse, made.n_ak, made.m_qb,
+            made.m_qk, made.w, made.reads, made.q_in, made.b_out, made.k_out, made.total, time,
+            heads, K=key, V=width, TIED=x.tied, FAR=is_far, INVERSE=x.inverse_precision, **x.masks,
             **x.launch("pairs"),
         )  # fmt: skip
     launch = x.launch("states")
     # z takes the place of U
     states_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
-        x.v, w, reads, b_out, k_out, total, x.state, states, reads, final, time, heads,
-        K=key, V=width, TIED=x.tied, **launch,
+        x.v, made.w, made.reads, made.b_out, made.k_out, made.total, x.state, made.states,
+        made.reads, final, time, heads, K=key, V=width, TIED=x.tied, **launch,
     )  # fmt: skip
-    return Carried(
-        far, inverse, n_ak, m_qb, m_qk, w, q_in, b_out, k_out, total, states, reads, final
-    )
+    return made, final
 
 
-def outputs(x: Inputs, scale: float) -> tuple[Tensor, Tensor]:
+def outputs(x: Inputs, scale: float) -> tuple[Tensor, Tensor, Carried]:
     """All kernels."""
     with torch.cuda.device_of(x.v):
-        carried = carry(x)
+        carried, final = carry(x)
         batch, time, heads, width = x.v.shape
         o, launch = torch.empty_like(x.v), x.launch("output")
         grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, launch["BV"]))
@@ -351,7 +369,7 @@ def outputs(x: Inputs, scale: float) -> tuple[Tensor, Tensor]:
             x.v, carried.m_qb, carried.m_qk, carried.q_in, carried.states, carried.reads, o,
             scale, time, heads, K=x.k.shape[-1], V=width, TIED=x.tied, **launch,
         )  # fmt: skip
-    return o, carried.final
+    return o, final, carried
 
 
 def forward(
@@ -363,13 +381,16 @@ def forward(
     g: Tensor,
     state: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, T, H, V]` and the new state `[B, H, K, V]`; float32 or bfloat16 values."""
+) -> tuple[Tensor, Tensor, Carried]:
+    """Outputs `[B, T, H, V]`, the new state `[B, H, K, V]` and what the backward pass goes on from.
+
+    Values are float32 or bfloat16.
+    """
     return outputs(Inputs.prepare(q, k, v, g, state, pair=(a, b)), scale)
 
 
 def delta_forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Carried]:
     """The same for the delta rule with a decay a key, g `[B, T, H, K]`."""
     return outputs(Inputs.prepare(q, k, v, g, state, beta=beta), scale)

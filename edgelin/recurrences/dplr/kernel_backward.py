@@ -8,8 +8,8 @@ state after a chunk:
     dv = scale M_qk^T do + N_ak^T dr + k dS'                       (tied: dv = dr)
     dM_qb = scale do z^T    dM_qk = scale do v^T    dN_ab = dr z^T    dN_ak = dr v^T
 
-dN_ab needs no product of three matrices, since X^T dz = dr and X r = z. Nine launches: the first
-three of the forward pass again (nothing but the inputs is kept), then
+dN_ab needs no product of three matrices, since X^T dz = dr and X r = z. Six launches, from what
+``pairs`` and ``states`` of the forward pass left:
 
     reverse     from the last chunk to the first: dz and each chunk's dS'
     scores      every chunk on its own: dr, dv and the gradients of the four matrices
@@ -219,11 +219,14 @@ def _reverse(
 
 
 def gradients(
-    x: Inputs, scale: float, do: Tensor, dstate: Tensor
+    x: Inputs, scale: float, do: Tensor, dstate: Tensor, carried: Carried | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, da, db, dbeta, dg and that of the state; tied: of da and db, none is wanted."""
+    """dq, dk, dv, da, db, dbeta, dg and that of the state; tied: of da and db, none is wanted.
+
+    ``carried`` comes from the forward pass; without it the first three launches run again.
+    """
     with torch.cuda.device_of(x.v):
-        carried = carry(x)
+        carried = carried or carry(x)[0]
         do, dstate = do.to(x.v.dtype).contiguous(), dstate.contiguous()
         dz, dstates, dinitial = _reverse(x, carried, scale, do, dstate)
         batch, time, heads, width = x.v.shape
@@ -264,10 +267,11 @@ def backward(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    carried: Carried | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, a, b, g (float32) and state; shapes as in the forward pass."""
     x = Inputs.prepare(q, k, v, g, state, pair=(a, b))
-    dq, dk, dv, da, db, _, dg, dinitial = gradients(x, scale, do, dstate)
+    dq, dk, dv, da, db, _, dg, dinitial = gradients(x, scale, do, dstate, carried)
     dq, dk, da, db = (d.to(t.dtype) for d, t in zip((dq, dk, da, db), (q, k, a, b), strict=True))
     return dq, dk, dv, da, db, dg, dinitial
 
@@ -282,8 +286,9 @@ def delta_backward(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    carried: Carried | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the delta rule with a decay a key: q, k, v, beta, g and state."""
     x = Inputs.prepare(q, k, v, g, state, beta=beta)
-    dq, dk, dv, _, _, dbeta, dg, dinitial = gradients(x, scale, do, dstate)
+    dq, dk, dv, _, _, dbeta, dg, dinitial = gradients(x, scale, do, dstate, carried)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dbeta, dg, dinitial
