@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks resources and sources of the app without Android's build tools: aapt2 links the resources
 # against an android.jar, kotlinc compiles the sources against it and against the runner. That jar is of
-# API 23, so that the app uses nothing newer than its minSdk. Makes no APK.
+# API 23, so that the app uses nothing newer than its minSdk. Gradle's scripts are parsed only, since
+# their API is not there. Makes no APK.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools=$PWD/build/toolchain
@@ -21,4 +22,11 @@ aapt2 link -I "$jar" --manifest "$build/AndroidManifest.xml" --java "$build" --m
 runtimes/jvm/kotlinc.sh -no-jdk -d "$build/classes" \
     -cp "$tools/kotlin/lib/kotlin-stdlib.jar:$jar:$PWD/build/jvm/classes:$tools/aar/classes.jar" \
     "$build/edgelin/demo/R.java" $source/kotlin
-echo "the app's resources and sources compile"
+scripts=(android_demo/*.gradle.kts android_demo/app/*.gradle.kts runtimes/jvm/*.gradle.kts)
+found=$(runtimes/jvm/kotlinc.sh -Xallow-any-scripts-in-source-roots -d "$build/scripts" \
+    -cp "$tools/kotlin/lib/kotlin-stdlib.jar" "${scripts[@]}" 2>&1 || true)
+if ! grep -q "unresolved reference 'android'" <<<"$found" || grep "syntax error" <<<"$found"; then
+    echo "a script of Gradle's cannot be parsed" >&2
+    exit 1
+fi
+echo "the app's resources and sources compile, its scripts can be parsed"

@@ -7,6 +7,8 @@ import { EdgelinError, load, type Sampling } from "./node.js";
 
 const USAGE = `Usage: edgelin-run BUNDLE ["prompt"] [options]
 
+  --chat                    the prompt is a turn of a dialogue, in the model's own format
+  --system TEXT             what the model is told before the first turn
   --variant NAME            graph of the bundle
   --max-tokens N            tokens to generate at most  [256]
   --temperature X           0 takes the likeliest token  [0.8]
@@ -29,9 +31,9 @@ async function main(): Promise<void> {
   const { values, positionals } = parseArgs({
     allowPositionals: true,
     options: {
-      variant: text, seed: text, threads: text, "load-state": text, "save-state": text,
+      variant: text, system: text, seed: text, threads: text, "load-state": text, "save-state": text,
       ...(Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, text])) as Record<keyof typeof NUMBERS, typeof text>),
-      stop: { type: "string", multiple: true }, stats: { type: "boolean" }, help: { type: "boolean" },
+      stop: { type: "string", multiple: true }, chat: { type: "boolean" }, stats: { type: "boolean" }, help: { type: "boolean" },
     },
   });
   const [folder, prompt, ...others] = positionals;
@@ -47,8 +49,11 @@ async function main(): Promise<void> {
   const stream = await bundle.stream();
   const saved = values["load-state"];
   if (saved !== undefined) await stream.load(await readFile(saved), saved);
+  if (values.chat && prompt === undefined) throw new EdgelinError("--chat needs a text: what you say to the model");
+  if (values.system !== undefined && !values.chat) throw new EdgelinError("--system needs --chat");
+  const system = values.system === undefined ? {} : { system: values.system };
   let [tokens, begin] = [0, NaN];
-  for await (const piece of stream.generate(prompt, sampling)) {
+  for await (const piece of values.chat ? stream.chat(prompt!, { ...sampling, ...system }) : stream.generate(prompt, sampling)) {
     if (tokens++ === 0) begin = performance.now(); // the first token waits for the prompt
     process.stdout.write(piece);
   }

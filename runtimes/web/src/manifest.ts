@@ -40,7 +40,14 @@ export interface Manifest {
   max_time: number | null;
   chunk: number;
   states: StateSpec[];
-  tokenizer: { file: string; eos_token_id: number; eos_token_ids?: number[] } | null;
+  tokenizer: {
+    file: string;
+    eos_token_id: number;
+    eos_token_ids?: number[];
+    special_tokens?: Record<string, number>;
+    chat_template?: string | null;
+    chat_tokens?: Record<string, string>;
+  } | null;
   min_onnxruntime: string;
   default_variant: string;
   variants: Record<string, Variant>;

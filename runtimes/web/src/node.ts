@@ -7,6 +7,7 @@ import { open } from "./open.js";
 import type { Bundle } from "./runner.js";
 import { FILE_NAME as GOLDEN, selfTest } from "./self_test.js";
 
+export type { Message } from "./chat.js";
 export { EdgelinError } from "./errors.js";
 export type { Manifest } from "./manifest.js";
 export { Bundle, Stream, type Rows } from "./runner.js";

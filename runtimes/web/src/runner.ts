@@ -4,6 +4,7 @@
  */
 
 import type { InferenceSession, Tensor, TensorConstructor } from "onnxruntime-common";
+import * as chat from "./chat.js";
 import { EdgelinError, oneLine } from "./errors.js";
 import { type FileRecord, type Manifest, checkFile, featureSize, outputSize, stateShape } from "./manifest.js";
 import { type Sampling, WINDOW, choose, settings } from "./sampler.js";
@@ -80,6 +81,11 @@ export class Bundle {
       this.#text = new TextCodec(await this.file(tokenizer.file), options, outputSize(this.manifest));
     }
     return this.#text;
+  }
+
+  /** Token ids of a dialogue in the model's own format, up to where the next reply begins. */
+  async dialogue(messages: readonly chat.Message[]): Promise<number[]> {
+    return chat.dialogue(this, messages, true);
   }
 
   /** States before the first step. */
@@ -249,6 +255,16 @@ export class Stream {
       }
       yield decoding.push(token);
     }
+  }
+
+  /**
+   * Say something in the model's own format, and read the reply as it comes. The state carries the
+   * dialogue, so that only the new turn is read; `system` comes before the first one. Settings that are
+   * not given are those of the model's authors.
+   */
+  async *chat(text: string, { system, ...sampling }: Sampling & { system?: string } = {}): AsyncGenerator<string, void, void> {
+    const ids = await chat.turn(this.#bundle, text, system, this.#position === 0);
+    yield* this.generate(ids, { ...(await chat.defaults(this.#bundle)), ...sampling });
   }
 
   /** Text that was held back, with U+FFFD for an incomplete character. */

@@ -26,12 +26,15 @@ interface Decoder {
 /** Token ids from text, and the bytes of every token. */
 export class TextCodec {
   readonly #tokenizer: Tokenizer;
+  readonly #plain: Tokenizer;
   readonly #bytes: Uint8Array[] = [];
 
   constructor(tokenizerJson: Uint8Array, tokenizerConfig: Uint8Array | null, vocabSize: number) {
     const parse = (bytes: Uint8Array): unknown => JSON.parse(new TextDecoder().decode(bytes));
     const description = parse(tokenizerJson) as Description;
-    this.#tokenizer = new Tokenizer(description, (tokenizerConfig ? parse(tokenizerConfig) : {}) as object);
+    const config = (tokenizerConfig ? parse(tokenizerConfig) : {}) as object;
+    const words = { ...description, added_tokens: (description.added_tokens ?? []).filter(({ special }) => !special) };
+    [this.#tokenizer, this.#plain] = [new Tokenizer(description, config), new Tokenizer(words, config)];
     const decoder = description.decoder;
     if (!["ByteLevel", "ByteFallback", "Metaspace"].some((kind) => uses(decoder, kind))) {
       throw new EdgelinError("tokenizer.json has a decoder that is not known; ByteLevel, ByteFallback or Metaspace is needed");
@@ -56,6 +59,11 @@ export class TextCodec {
   encode(text: string, start: boolean): number[] {
     if (/\p{Surrogate}/u.test(text)) throw new EdgelinError("the text is not valid Unicode: remove the unpaired surrogate");
     return this.#tokenizer.encode(text, { add_special_tokens: start }).ids;
+  }
+
+  /** Token ids of a text in which the names of special tokens are ordinary words. */
+  encodePlain(text: string): number[] {
+    return text === "" ? [] : this.#plain.encode(text, { add_special_tokens: false }).ids;
   }
 
   /** UTF-8 bytes that a reader sees of a token: none for special tokens and unused ids. */

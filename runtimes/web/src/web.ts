@@ -10,6 +10,7 @@ import type { Bundle, Files } from "./runner.js";
 import { FILE_NAME as GOLDEN, selfTest } from "./self_test.js";
 import { Store } from "./store.js";
 
+export type { Message } from "./chat.js";
 export { EdgelinError } from "./errors.js";
 export type { Manifest } from "./manifest.js";
 export { Bundle, Stream, type Files, type Rows } from "./runner.js";
