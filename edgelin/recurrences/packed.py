@@ -12,8 +12,8 @@ Sequences of one length are one group, and need no copy at all where no empty on
 
 The lengths have to be known to Python. On a GPU, reading ``cu_seqlens`` waits for everything before
 it, so give it on the CPU; what follows from it is kept for the next call with the same numbers,
-such as the next layer's. ``torch.compile`` breaks its graph here and compiles what is around it, not
-what is run inside (``fullgraph=True`` is refused).
+such as the next layer's. ``torch.compile`` breaks its graph here and compiles what is around it,
+not what is run inside (``fullgraph=True`` is refused).
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def _checked(cu_seqlens: Tensor, steps: list[Tensor], states: list[Tensor]) -> t
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # the next call may train
 def _plan(ends: tuple[int, ...], device: torch.device, fixed: int) -> Plan:
     """Groups that cost ``fixed`` each, and what brings tokens and states there and back."""
     starts, counts = torch.tensor(ends[:-1]), torch.tensor(ends).diff()

@@ -256,6 +256,16 @@ def test_a_sequence_does_not_see_nan_of_another() -> None:
     assert after[3].isnan().any()
 
 
+def test_training_after_inference() -> None:
+    """What is kept from call to call can be trained with, whoever was first."""
+    lengths = [2, 5, 66]
+    with torch.inference_mode():
+        for case in ("diagonal real", "conv"):
+            OURS[case.split()[0]][0](**inputs(case, lengths), cu_seqlens=ends(lengths))
+    check("diagonal real", lengths, 1e-11)
+    check("conv", lengths, 1e-11)
+
+
 def test_sequences_of_one_length_are_one_call_without_a_copy() -> None:
     seen: list[tuple[int, ...]] = []
     x, state = torch.randn(1, 21, 2), torch.randn(3, 4)
@@ -370,4 +380,4 @@ def test_interpreted_kernel(device: str) -> None:
 @pytest.mark.parametrize("fixed", [1, 10**6])
 def test_on_a_gpu(case: str, fixed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(packed.GROUP, "cuda", fixed)
-    check(case, LENGTHS, 2e-5, torch.float32, "cuda")
+    check(case, LENGTHS, 1e-4, torch.float32, "cuda")
