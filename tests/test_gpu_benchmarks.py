@@ -188,7 +188,7 @@ def measured(job: tuple[str, ...]) -> dict[str, Any]:
 
 def test_what_is_there_is_left_out(gpu: Any, tmp_path: Path) -> None:
     out, keys = tmp_path / "results.jsonl", gpu.kernels.KEYS
-    wanted = gpu.kernels.jobs("gla,ssd", ["ours", "fla"], sweep=False)
+    wanted = gpu.kernels.jobs("gla,ssd", ["ours", "fla"], [*gpu.kernels.SHAPES, gpu.kernels.PACKED])
     assert len(wanted) == (3 * 3 + 1) * 2  # ssd, gla-128 (packed too), gla-64
     done: list[tuple[str, ...]] = []
 
@@ -214,7 +214,7 @@ def test_what_is_there_is_left_out(gpu: Any, tmp_path: Path) -> None:
 
 
 def test_sweep_adds_lengths_of_the_same_tokens(gpu: Any) -> None:
-    jobs = gpu.kernels.jobs("linear-64", ["ours"], sweep=True)
+    jobs = gpu.kernels.jobs("linear-64", ["ours"], [*gpu.kernels.SHAPES, *gpu.kernels.SWEEP])
     sizes = [gpu.kernels.sizes(name, shape) for name, shape, _ in jobs if shape != "1x300"]
     assert {size.batch * size.time for size in sizes} == {32768}
     assert {size.heads * size.value for size in sizes} == {2048}
@@ -223,7 +223,9 @@ def test_sweep_adds_lengths_of_the_same_tokens(gpu: Any) -> None:
 
 def test_report_renders(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "results.jsonl"
-    jobs = gpu.kernels.jobs("", ["ours", "fla", "sdpa"], sweep=True)
+    jobs = gpu.kernels.jobs(
+        "", ["ours", "fla", "sdpa"], [*gpu.kernels.SHAPES, *gpu.kernels.SWEEP, gpu.kernels.PACKED]
+    )
     jobs += gpu.kernels.first_calls("", ["ours"])
     lines = [dict(zip(gpu.kernels.KEYS, job, strict=True)) | measured(job) for job in jobs]
     lines.append({"case": "gla-128", "shape": "8x4096", "who": "ours", "failed": "later"})
@@ -238,7 +240,7 @@ def test_report_renders(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "| gated-delta-128, wall | 1.35 | 3.38 | 2.50 | 1.50 |" in text
     assert "| gla-128 | 5 / 5 | 0.20 / 1.00 | 4.0 / - | 700 / 700 |" in text
     assert "yes, yes, **no**, yes" in text  # as much memory as fla is too much
-    assert "| gla | 16x2048 | bfloat16 | 590 | 612 | 600 | yes | 10.0 |" in text
+    assert "| gla | 16x2048 | bfloat16 | 590 | 612 | - | 600 | yes | 10.0 |" in text
     assert "| gla-128 | 2,048 | 5,120 | 16.0 at 32,768 |" in text
 
 
@@ -314,7 +316,12 @@ def test_choices_of_the_peer_are_kept(gpu: Any, tuner: Any, tmp_path: Path) -> N
     with gpu.peer.tuned(path, "b"):
         tuner.run(1, H=4, warmup=False)
     assert len(kernel.seen) == 14  # another shape is tuned for itself
-    assert list(gpu.peer.read_choices(path)) == ["a", "b"]
+    kernel.seen.clear()
+    with gpu.peer.tuned(path, "c", like="b"):
+        tuner.run(1, H=4, warmup=False)
+    assert kernel.seen == [(5, False)]  # only what won there
+    assert len(tuner.configs) == 12
+    assert list(gpu.peer.read_choices(path)) == ["a", "b", "c"]
 
 
 def test_processes_share_what_is_compiled(gpu: Any, tuner: Any, tmp_path: Path) -> None:
@@ -322,7 +329,7 @@ def test_processes_share_what_is_compiled(gpu: Any, tuner: Any, tmp_path: Path) 
     run = lambda job: tuner.run(1, H=job, warmup=False)  # noqa: E731
     shares = []
     for index in range(3):
-        gpu.peer._compile_share(run, [("a", 4), ("b", 4)], path, index, 3)
+        gpu.peer._compile_share(run, [("a", "", 4), ("b", "", 4)], path, index, 3)
         shares.append({size for size, warmup in kernel.seen if warmup})
         assert all(warmup for _, warmup in kernel.seen)  # compiled, never launched
         kernel.seen.clear()
@@ -331,5 +338,9 @@ def test_processes_share_what_is_compiled(gpu: Any, tuner: Any, tmp_path: Path) 
         json.dumps({"a": {"fla.ops.made_up.kernel": [[[4], tuner.configs[7].all_kwargs()]]}})
     )
     for index in range(3):
-        gpu.peer._compile_share(run, [("a", 4)], path, index, 3)
+        gpu.peer._compile_share(run, [("a", "", 4)], path, index, 3)
     assert kernel.seen == [(7, True)]  # only what won before
+    kernel.seen.clear()
+    for index in range(3):
+        gpu.peer._compile_share(run, [("d", "a", 4), ("e", "d", 4)], path, index, 3)
+    assert sorted(kernel.seen) == [(0, True), (1, True), (7, True)]  # nothing won under "d"

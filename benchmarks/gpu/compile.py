@@ -34,7 +34,9 @@ from triton.runtime.jit import JITFunction
 
 from edgelin.recurrences import delta, diagonal, dplr, linear
 
-OPERATORS = [  # forward, backward, what the latter wants beside
+OPERATORS: list[
+    tuple[CustomOpDef, CustomOpDef, tuple[Any, ...]]
+] = [  # forward, backward, what the latter wants beside
     (linear._linear, linear._linear_backward, ()),
     (delta._delta, delta._delta_backward, ([],)),
     (dplr._dplr, dplr._dplr_backward, ([],)),

@@ -2,7 +2,7 @@
 
 One job is (case, shape, who). Its numbers are appended to a file of JSON lines; jobs that are there
 already are left out, so that a stopped run goes on. The shapes 8x4096 and 1x32768 give times,
-launches and memory, 1x300 the errors against float64 and the host's time; ``--sweep`` adds the
+launches and memory, 1x300 the errors against float64 and the host's time; ``--shapes`` takes the
 lengths between for the crossover. ``--cold`` gives the seconds of first calls of 8x4096. Some cases
 have the shape "packed" too: sequences of 64 to 4,096 tokens in one row, told by ``cu_seqlens``.
 
@@ -29,7 +29,8 @@ from cases import CASES, Sizes, packed_ends
 from results import Job
 
 KEYS = ("case", "shape", "who")
-SHAPES = ("8x4096", "1x32768", "1x300")
+ERRORS = "1x300"
+SHAPES = ("8x4096", "1x32768", ERRORS)
 PACKED, PACKED_CASES = "packed", ("linear-128", "gla-128", "gated-delta-128")
 COLD = "cold"
 SWEEP = ("32x1024", "16x2048", "4x8192", "2x16384")
@@ -44,15 +45,14 @@ def sizes(name: str, shape: str) -> Sizes:
     return Sizes(batch, length, case.heads, case.key, case.value, ends)
 
 
-def jobs(only: str, who: list[str], *, sweep: bool) -> list[Job]:
+def jobs(only: str, who: list[str], shapes: list[str]) -> list[Job]:
     """All jobs but first calls, case by case, so that a run that is stopped leaves whole rows."""
-    shapes = SHAPES + SWEEP * sweep
     return [
         (name, shape, one)
         for name in results.selected(only, list(CASES))
-        for shape in (*shapes, *[PACKED] * (name in PACKED_CASES))
+        for shape in shapes
         for one in WHO
-        if one in who and one in CASES[name].calls
+        if one in who and one in CASES[name].calls and (shape != PACKED or name in PACKED_CASES)
     ]
 
 
@@ -66,7 +66,7 @@ def run(job: Job, tuned: Path) -> dict[str, Any]:
     """The numbers of one job."""
     if job[2] != "fla":
         return numbers(job)
-    with peer.tuned(tuned, label(job)):
+    with peer.tuned(tuned, label(job), like(job)):
         return numbers(job)
 
 
@@ -74,7 +74,7 @@ def numbers(job: Job) -> dict[str, Any]:
     """Errors and host time, or speed and memory."""
     name, shape, who = job
     case, size = CASES[name], sizes(name, shape)
-    if shape == "1x300":
+    if shape == ERRORS:
         return {"errors": measure.errors(case, who, size), "host_ms": measure.host_ms(case, who)}
     return dict(measure.speed(case, who, size))
 
@@ -108,6 +108,8 @@ def warm_up(job: Job) -> None:
     length = min(full.time, 4096)
     ends = packed_ends(length, 64, 2048) if full.ends else ()
     small = replace(full, batch=min(full.batch, 2), time=length, ends=ends)
+    if shape == ERRORS:
+        measure.errors(CASES[name], who, small)
     _, step = measure.steps_of(CASES[name], who, small)
     step()
 
@@ -118,11 +120,17 @@ def label(job: Job) -> str:
     return f"{name} {SHAPES[0] if shape in SWEEP else shape}"
 
 
+def like(job: Job) -> str:
+    """Whose choices are all that fla tries, "" for its own: another length changes little."""
+    return f"{job[0]} {SHAPES[0]}" if job[1] in (ERRORS, PACKED) else ""
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = results.options(argparse.ArgumentParser(description=__doc__.split("\n", 1)[0]))
     parser.add_argument("--who", default=",".join(WHO), help="of ours, fla, sdpa; with commas")
-    parser.add_argument("--sweep", action="store_true", help="more lengths, for the crossover")
+    parser.add_argument("--shapes", default=",".join([*SHAPES, PACKED]), help="with commas; "
+                        f"for the crossover also {','.join(SWEEP)}")  # fmt: skip
     parser.add_argument("--cold", default="", help="whose first calls to measure: of ours, fla "
                         "(which takes minutes), with commas; nothing else then")  # fmt: skip
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
@@ -146,13 +154,13 @@ def main() -> None:
     if options.cold:
         wanted = first_calls(options.only, who)
     else:
-        wanted = jobs(options.only, who, sweep=options.sweep)
+        wanted = jobs(options.only, who, options.shapes.split(","))
     todo = results.missing(wanted, KEYS, results.read(options.out), again=options.again)
     deadline = began + options.seconds
     if options.cold:
         measure_first_calls(todo, options, deadline)
         return
-    theirs = [(label(job), job) for job in todo if job[2] == "fla"]
+    theirs = [(label(job), like(job), job) for job in todo if job[2] == "fla"]
     if theirs:
         peer.prepare()
         peer.compile_ahead(warm_up, theirs, options.tuned, options.workers)

@@ -5,7 +5,7 @@ configurations, one after the other, and each is timed for a tenth of a second. 
 compile first, into the compiler's cache on disk; then every configuration is timed, alone on the
 GPU, by a run to warm up and four more. All are tried, for every shape anew, which is more than
 fla's own users get: there the first shape of a process decides. What won is written to a file, so
-that later runs compile only that.
+that later runs compile only that. A shape can be told to try only what won in another one.
 """
 
 from __future__ import annotations
@@ -58,16 +58,23 @@ def read_choices(path: Path) -> Choices:
 
 
 @contextlib.contextmanager
-def tuned(path: Path, label: str) -> Iterator[None]:
-    """Tune what is called inside for itself, or as an earlier run did under this label."""
+def tuned(path: Path, label: str, like: str = "") -> Iterator[None]:
+    """Tune what is called inside for itself, or as an earlier run did under this label.
+
+    ``like`` is another label: only what won there is tried.
+    """
     choices = read_choices(path)
-    for tuner in _tuners():
+    every = {tuner: tuner.configs for tuner in _tuners()}
+    for tuner in every:
         tuner.cache.clear()
         for key, wanted in choices.get(label, {}).get(_name(tuner), []):
             for config in tuner.configs:
                 if config.all_kwargs() == wanted:
                     tuner.cache[tuple(key)] = config
+        tuner.configs = _tried(tuner, tuner.configs, choices, like)
     yield
+    for tuner, configs in every.items():
+        tuner.configs = configs
     choices[label] = {
         _name(tuner): [[list(key), config.all_kwargs()] for key, config in tuner.cache.items()]
         for tuner in _tuners()
@@ -77,14 +84,22 @@ def tuned(path: Path, label: str) -> Iterator[None]:
         part.write_text(json.dumps(choices, default=str, indent=1) + "\n", encoding="utf-8")
 
 
+def _tried(tuner: Any, configs: list[Any], choices: Choices, like: str) -> list[Any]:
+    """Configurations to try: all, or what won under another label, or two where nothing did."""
+    if not like:
+        return configs
+    won = [wanted for _, wanted in choices.get(like, {}).get(_name(tuner), [])]
+    return [config for config in configs if config.all_kwargs() in won] or configs[:2]
+
+
 def compile_ahead(
-    run: Callable[[Any], object], jobs: Sequence[tuple[str, Any]], path: Path, workers: int
+    run: Callable[[Any], object], jobs: Sequence[tuple[str, str, Any]], path: Path, workers: int
 ) -> None:
     """Compile what the jobs need on all processors.
 
     Args:
         run: A function of a module: calls what a job calls, ``run(job)``.
-        jobs: Label and job.
+        jobs: Label, the label whose choices are tried or "", and job.
         path: Where the choices of earlier runs are.
         workers: Processes.
     """
@@ -101,7 +116,7 @@ def compile_ahead(
 
 def _compile_share(
     run: Callable[[Any], object],
-    jobs: Sequence[tuple[str, Any]],
+    jobs: Sequence[tuple[str, str, Any]],
     path: Path,
     index: int,
     workers: int,
@@ -109,13 +124,13 @@ def _compile_share(
     """Go through all jobs, compiling this process's configurations and launching none."""
     prepare()
     choices = read_choices(path)
-    label = ""
+    label = like = ""
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         won = [config for _, config in choices.get(label, {}).get(_name(self), [])]
         configs = self.prune_configs(kwargs) if len(self.configs) > 1 else self.configs
-        for config in configs:
+        for config in _tried(self, configs, choices, like):
             values = config.all_kwargs()
             mine = zlib.crc32(f"{_name(self)} {values}".encode()) % workers == index
             if mine and (not won or values in won):
@@ -123,7 +138,7 @@ def _compile_share(
                     self.fn.run(*args, **{**kwargs, **values, "warmup": True})
 
     _autotuner().run = compile_only
-    for label, job in jobs:  # noqa: B007  # compile_only reads it
+    for label, like, job in jobs:  # noqa: B007  # compile_only reads them
         with contextlib.suppress(Exception):  # measuring will say what is wrong
             run(job)
         torch.cuda.empty_cache()

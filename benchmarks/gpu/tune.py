@@ -88,7 +88,7 @@ def gpu_ms(step: measure.Step, repeats: int = 4) -> float:
         times.append(
             sum(e.time_range.elapsed_us() for e in events if e.device_type == DeviceType.CUDA)
         )
-    return statistics.median(times) / 1e3
+    return float(statistics.median(times)) / 1e3
 
 
 def numbers(step: measure.Step) -> list[torch.Tensor]:
