@@ -15,6 +15,7 @@ from edgelin import __version__
 from edgelin.export import quantise_plot
 from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
+from edgelin.export.limits import allowed
 from edgelin.export.quantise_auto import TradeOff
 from edgelin.export.quantise_loss import Budget, Loss
 
@@ -24,10 +25,8 @@ JSON_NAME, TEXT_NAME, PLOT_NAME = "report.json", "report.md", "tradeoff.png"
 _LIMIT = 1e-4
 # Largest single error of such a graph's logits and states, relative to the largest value.
 _WORST = 1e-3
-# Where these are missed since a model is so deep that float32 itself is: the limits are these times
-# what float32 does to the model in torch (the same noise, of sums in another order),
-# but at most so large that a graph can still be told from a wrong one.
-_FLOAT32_ROOM, _MOST = 3.0, 1e-2
+# The most that the first may become in a model in which float32 itself misses it.
+_MOST = 1e-2
 # What rounded activations may cost, times what they cost in the float64 model: two draws of the
 # same noise were within a fifth of each other in every model tried.
 _ROOM = 1.5
@@ -303,8 +302,8 @@ def _far_off(error: Errors, how: str, float32: Errors | None) -> list[str]:
     limit, most = _LIMIT, _WORST
     if float32 is not None:
         largest = max(float32.outputs, float32.states or 0)
-        limit = max(limit, min(_FLOAT32_ROOM * float32.outputs_rms, _MOST))
-        most = max(most, min(_FLOAT32_ROOM * largest, 10 * _MOST))
+        limit = allowed(limit, float32.outputs_rms, _MOST)
+        most = allowed(most, largest)
     worst = max(error.outputs, error.states or 0)
     if not error.outputs_rms <= limit:
         return [f"outputs{how} are off by {error.outputs_rms:.2g}, limit {limit:.2g}"]

@@ -62,9 +62,9 @@ def float_forms(
 
 
 def rounding_noise(
-    bundle: Bundle,
     checkpoint: Path,
     rounded: dict[str, Array],
+    bundle: Bundle,
     steps: Array,
     state: State,
     truth: Record,
@@ -72,9 +72,9 @@ def rounding_noise(
     """The largest error of a model in torch that rounds activations as the variant does.
 
     Args:
-        bundle: The opened variant.
-        checkpoint: What it was exported from.
+        checkpoint: What the variant was exported from.
         rounded: The variant's weights.
+        bundle: The opened variant.
         steps: ``[B, T, ...]``.
         state: Before the first step.
         truth: The recurrence in float64 with the same weights.

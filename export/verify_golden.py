@@ -65,6 +65,16 @@ def golden_steps(manifest: Manifest, folder: Path) -> NDArray[Any]:
     return manifest.input.check([steps], 1)[0]
 
 
+def golden_magnitudes(manifest: Manifest, folder: Path) -> dict[str, float]:
+    """The largest magnitude of every state after the golden stream.
+
+    Raises:
+        EdgelinError: The stream is missing or damaged.
+    """
+    states = _read(manifest, folder, manifest.default_variant)["states"]
+    return {name: float(state["max_abs"]) for name, state in states.items()}
+
+
 def _read(manifest: Manifest, folder: Path, variant: str) -> dict[str, Any]:
     """The content of the file, of the right types and complete for this variant."""
     path = folder / FILE_NAME

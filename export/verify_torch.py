@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from edgelin.export.activations import RoundedActivations
 from edgelin.export.contract import signature
 from edgelin.export.step_form import load
+from edgelin.export.verify_forms import Array, Record, State, compare, replay
 from edgelin.recurrences.delta import reference as delta
 from edgelin.recurrences.diagonal import reference as diagonal
 from edgelin.recurrences.dplr import reference as dplr
@@ -26,9 +26,6 @@ from edgelin.recurrences.running_max import reference as running_max
 
 if TYPE_CHECKING:
     from edgelin.model import SequenceModel
-
-Array = NDArray[Any]
-State = dict[str, Array]
 
 _REFERENCES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "edgelin::linear": linear.forward,
@@ -48,6 +45,7 @@ class TorchForm:
         folder: The checkpoint.
         sequential: Float64 on the CPU with every recurrence by its sequential reference; otherwise
             float32 on a CUDA GPU, or on the CPU where there is none.
+        dtype: Another precision.
         weights: Values that take the place of the checkpoint's, by parameter.
         blocks: Parameters with which activations are multiplied that were rounded to 8 bits, and
             how many of these share a scale; not for a sequential form.
@@ -58,12 +56,13 @@ class TorchForm:
         folder: Path,
         *,
         sequential: bool,
+        dtype: torch.dtype | None = None,
         weights: dict[str, Array] | None = None,
         blocks: dict[str, int] | None = None,
     ) -> None:
         cuda = torch.cuda.is_available() and not sequential
         self.device = "cuda" if cuda else "cpu"
-        self.dtype = torch.float64 if sequential else torch.float32
+        self.dtype = dtype or (torch.float64 if sequential else torch.float32)
         self.model = load(folder, device=self.device, dtype=self.dtype)
         with torch.no_grad():
             for name, values in (weights or {}).items():
@@ -88,6 +87,23 @@ class TorchForm:
         """Steps or a state in this form's precision; integers stay."""
         dtype = self.dtype if np.issubdtype(array.dtype, np.floating) else None
         return torch.tensor(array, dtype=dtype, device=self.device)
+
+
+def float32_noise(
+    folder: Path, steps: Array, state: State, truth: Record, weights: dict[str, Array] | None = None
+) -> float:
+    """The largest error of the recurrence in float32, step by step.
+
+    Args:
+        folder: The checkpoint.
+        steps: ``[B, T, ...]``.
+        state: Before the first step.
+        truth: The same in float64.
+        weights: As of :class:`TorchForm`.
+    """
+    form = TorchForm(folder, sequential=True, dtype=torch.float32, weights=weights)
+    record = replay(form, steps, state, size=1)
+    return max(difference.error for difference in compare(record, truth, steps.shape[1]))
 
 
 class _Sequential(TorchDispatchMode):

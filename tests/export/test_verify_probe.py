@@ -18,7 +18,8 @@ from onnx import helper, numpy_helper
 import edgelin
 from edgelin.cli import main
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.verify import _random_state, _random_steps, random_calls, verify
+from edgelin.export.verify import LENGTHS, random_calls, verify
+from edgelin.export.verify_inputs import random_state, random_steps
 from edgelin.export.verify_probe import sensitivity
 from edgelin.runtimes.manifest import Manifest, file_records
 
@@ -79,8 +80,8 @@ def probe(folder: Path) -> Any:
     """The probe alone, as ``verify`` calls it."""
     opened = edgelin.load(folder, threads=1)
     random = np.random.default_rng(0)
-    steps = _random_steps(opened.manifest, folder, random)
-    states = [_random_state(opened.manifest, random) for _ in range(2)]
+    steps = random_steps(opened.manifest, folder, max(LENGTHS), random)
+    states = [random_state(opened.manifest, folder, random) for _ in range(2)]
     return sensitivity(opened, steps, *states, 1e-4)
 
 
