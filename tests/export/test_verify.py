@@ -36,22 +36,27 @@ MIXERS: dict[str, dict[str, Any]] = {
     "linear": {"type": "linear_attention", "num_heads": 1, "key_dim": 16, "value_dim": 24},
 }
 
+RWKV = {"type": "rwkv7", "num_heads": 2, "key_dim": 1, "value_dim": 8, "decay_rank": 2}
 
-def _checkpoint(folder: Path, seed: int) -> Path:
+
+def _checkpoint(
+    folder: Path, seed: int, *, layers: tuple[str, ...] = tuple(MIXERS), times: float = 5
+) -> Path:
+    """Weights are multiplied: initial ones hardly move the stream, which would hide errors."""
     torch.manual_seed(seed)
     text = tokenizer.train(["a model is one model in all its forms. " * 20], 300)
     config = ModelConfig(
         vocab_size=320,
         hidden_size=32,
         intermediate_size=64,
-        layers=("gdn", "local", "linear"),
-        mixers=MIXERS,
+        layers=layers,
+        mixers={name: {**MIXERS, "rwkv": RWKV}[name] for name in layers},
     )
     model = SequenceModel(config)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
-                weight.mul_(5)  # initial weights hardly move the stream: errors would not show
+                weight.mul_(times)
     checkpoints.save(folder, model, text.to_str())
     return folder
 
@@ -204,6 +209,44 @@ def test_a_graph_that_forgets_fails(
     assert not chunks.passed
     (logits,) = (d for d in chunks.differences if d.tensor == "logits" and d.length == 130)
     assert max(logits.errors[t] for t in range(64)) < 1e-4 < logits.errors[64]
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A bundle whose steps erase nearly all of a state and write little, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("narrow")
+    made = _checkpoint(folder / "checkpoint", seed=0, layers=("rwkv",), times=0.2)
+    export_checkpoint(made, folder / "bundle")
+    return folder / "bundle", made
+
+
+def test_states_that_are_erased(narrow: tuple[Path, Path]) -> None:
+    """Rounding of what a random state was must not be large beside what the model writes."""
+    for comparison in verify(*narrow).comparisons:
+        assert comparison.worst.error < 2e-5, str(comparison)
+
+
+def test_a_small_fault_in_a_state_that_is_erased(
+    narrow: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = verifying.OnnxForm.__call__
+
+    def wrong(self: Any, ids: Any, state: Any) -> Any:
+        sequences, state = form(self, ids, state)
+        return sequences, {**state, "recurrent.0": 1.001 * state["recurrent.0"]}
+
+    monkeypatch.setattr(verifying.OnnxForm, "__call__", wrong)
+    found = [c for c in verify(*narrow).comparisons if c.variant is not None]
+    assert found and all(c.worst.tensor == "recurrent.0" and not c.passed for c in found)
+
+
+def test_limits_where_there_is_no_model(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the export allowed, unless another limit is given, which only rounding may exceed."""
+    monkeypatch.setattr(verifying, "allowed_error", lambda opened: 3e-3)
+    for given, wanted in ((None, 3e-3), (1e-3, 1e-3)):
+        found = verify(bundle, tolerance=given).comparisons
+        assert {c.tolerance for c in found if c.variant == "model"} == {wanted}
+        assert {c.tolerance for c in found if c.variant != "model"} == {3e-3}
 
 
 def test_another_checkpoint_is_refused(bundle: Path, tmp_path: Path) -> None:
