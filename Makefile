@@ -6,6 +6,7 @@
 # make demo-web   the demo page, with the demo model, on http://127.0.0.1:8080
 # make test-web   the runner for browsers and Node: its npm packages, golden streams, Chromium
 # make bench-web  tokens a second in headless Chromium, beside onnxruntime in Node
+# make bench-runtimes  tokens a second of the demo model in every runner that is built
 # make test-cpp   the C++ runner: what it needs, two builds, golden streams
 # make test-jvm   the Kotlin runner, the same on a desktop JVM
 # make test-android   resources and sources of the Android demo
@@ -29,7 +30,7 @@ RUN ?= $(PYTHON) -m
 
 export ORT_DISABLE_TELEMETRY = 1
 
-.PHONY: demo demo-web test-web bench-web test test-full check gpu lint test-cpp test-jvm test-android test-same-stream
+.PHONY: demo demo-web test-web bench-web bench-runtimes test test-full check gpu lint test-cpp test-jvm test-android test-same-stream
 
 TOOLS := build/toolchain
 WEB := runtimes/web
@@ -63,10 +64,15 @@ demo-web: $(VENV)/.installed-export $(WEB)/dist
 test-web: $(WEB)/dist $(CHROMIUM)
 	cd $(WEB) && CHROMIUM=$(CHROMIUM) npm test --silent
 
-# FIRST="chrt -r 10" keeps other processes from interrupting it.
+# Of both: FIRST="chrt -r 10" keeps other processes from interrupting it.
 bench-web: $(VENV)/.installed-export $(WEB)/dist $(CHROMIUM)
 	$(BIN)/python benchmarks/web/model.py build/bench-web
 	CHROMIUM=$(CHROMIUM) $(FIRST) node benchmarks/web/decode.mjs build/bench-web
+
+bench-runtimes: $(VENV)/.installed-export $(WEB)/dist $(CHROMIUM)
+	test -d build/bench-runtimes || $(BIN)/edgelin export examples/demo/checkpoint \
+		-o build/bench-runtimes --quantize int4 --portable
+	CHROMIUM=$(CHROMIUM) $(FIRST) $(BIN)/python benchmarks/runtimes.py build/bench-runtimes
 
 $(CHROMIUM):
 	apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null
