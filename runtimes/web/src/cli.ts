@@ -43,7 +43,10 @@ async function main(): Promise<void> {
   for (const [name, key] of Object.entries(NUMBERS) as [keyof typeof NUMBERS, (typeof NUMBERS)[keyof typeof NUMBERS]][]) {
     if (values[name] !== undefined) sampling[key] = number(values[name], name);
   }
-  if (values.seed !== undefined) sampling.seed = BigInt(number(values.seed, "seed") >= 0 ? values.seed : -1);
+  if (values.seed !== undefined) {
+    if (!/^\d{1,20}$/.test(values.seed)) throw new EdgelinError(`--seed is ${values.seed}; a whole number 0 .. 2^64 - 1 is needed`);
+    sampling.seed = BigInt(values.seed);
+  }
   const threads = values.threads === undefined ? {} : { threads: number(values.threads, "threads") };
   const bundle = await load(folder, { ...(values.variant === undefined ? {} : { variant: values.variant }), ...threads });
   const stream = await bundle.stream();

@@ -1,4 +1,6 @@
 /**
+ * What is read of an ONNX file, and changed, before onnxruntime loads it.
+ *
  * onnxruntime's JavaScript bindings feed no input that has a default value: Node's ignores it, the
  * web's throws. So the defaults are taken out of a graph before it is loaded, and always fed.
  */
@@ -6,6 +8,8 @@
 import { concatBytes } from "@noble/hashes/utils.js";
 
 const GRAPH = 7; // of a ModelProto
+const METADATA = 14;
+const [KEY, VALUE] = [1, 2]; // of a StringStringEntryProto
 const INITIALIZER = 5; // of a GraphProto
 const NAME = 8; // of a TensorProto
 const BYTES = 2; // wire type with a length
@@ -38,9 +42,24 @@ export function withoutDefaults(model: Uint8Array, names: ReadonlySet<string>): 
   return concatBytes(...parts);
 }
 
+/** What an ONNX model carries under a key of its metadata; "" if nothing. */
+export function metadata(model: Uint8Array, key: string): string {
+  for (const field of fields(model)) {
+    if (field.number !== METADATA || field.wire !== BYTES) continue;
+    const entry = model.subarray(field.content, field.end);
+    if (textOf(entry, KEY) === key) return textOf(entry, VALUE);
+  }
+  return "";
+}
+
 function nameOf(tensor: Uint8Array): string {
-  for (const field of fields(tensor)) {
-    if (field.number === NAME) return new TextDecoder().decode(tensor.subarray(field.content, field.end));
+  return textOf(tensor, NAME);
+}
+
+/** A text field of a message; "" if it has none. */
+function textOf(message: Uint8Array, number: number): string {
+  for (const field of fields(message)) {
+    if (field.number === number && field.wire === BYTES) return new TextDecoder().decode(message.subarray(field.content, field.end));
   }
   return "";
 }

@@ -1,6 +1,6 @@
 /** `edgelin.json`, the contract of a bundle; `runtimes/README.md` of edgelin describes it. */
 
-import { EdgelinError } from "./errors.js";
+import { EdgelinError, oneLine } from "./errors.js";
 import { sha256Hex } from "./hash.js";
 
 export const FILE_NAME = "edgelin.json";
@@ -71,8 +71,19 @@ export async function parseManifest(bytes: Uint8Array, where: string): Promise<M
   if (digest !== (await sha256Hex(new TextEncoder().encode(canonicalJson(rest))))) {
     throw new EdgelinError(`${where} differs from its digest; take the original, or export the bundle again`);
   }
-  check(found, where);
+  try {
+    check(found, where);
+  } catch (error) {
+    if (error instanceof EdgelinError) throw error;
+    throw new EdgelinError(`${where} is no valid manifest: ${oneLine(error)}; export the bundle again`); // a key is missing
+  }
   return found;
+}
+
+/** The part that the graph carries too, in one spelling. */
+export function contractOf(content: object): string {
+  const keys = ["format", "input", "output", "num_logits_to_keep", "lengths", "max_time", "states", "profile"];
+  return canonicalJson(Object.fromEntries(Object.entries(content).filter(([key]) => keys.includes(key))));
 }
 
 /** JSON in the spelling of RFC 8785, which is ECMAScript's own with sorted keys. */
@@ -123,24 +134,29 @@ export function checkVersion(manifest: Manifest, installed: string, where: strin
 
 /** Refuse values that this runner could not follow. */
 function check(manifest: Manifest, where: string): void {
-  const refuse = (problem: string): never => {
-    throw new EdgelinError(`${where}: ${problem}; export the bundle again`);
+  const need = (good: boolean, problem: string): void => {
+    if (!good) throw new EdgelinError(`${where}: ${problem}; export the bundle again`);
   };
-  if (!manifest.variants[manifest.default_variant]) refuse("default_variant is not among variants");
-  if (manifest.input.kind !== "tokens" && manifest.input.kind !== "features") refuse("input.kind is not known");
-  if (!(outputSize(manifest) >= 1) || !(manifest.chunk >= 1)) refuse("a size is below 1");
-  for (const spec of manifest.states) {
-    if (spec.dtype !== "float32" && spec.dtype !== "int64") refuse(`state ${spec.name} is ${spec.dtype}`);
-    if (spec.shape[0] !== "batch") refuse(`state ${spec.name} has no batch axis`);
+  const text = (value: unknown): boolean => typeof value === "string";
+  const { input, output, tokenizer, max_time, default_variant } = manifest;
+  need(input.kind === "tokens" || input.kind === "features", "input.kind is not known");
+  need([input.name, output.name, manifest.num_logits_to_keep, manifest.model_hash].every(text), "a name is no text");
+  need([outputSize(manifest), manifest.chunk, max_time ?? 1].every((size) => Number.isSafeInteger(size) && size >= 1), "a size is below 1");
+  need(manifest.chunk <= (max_time ?? Infinity), "chunk is above max_time");
+  need(input.kind === "features" || (text(tokenizer?.file) && Number.isSafeInteger(tokenizer?.eos_token_id)), "tokenizer has no file or end");
+  need(input.kind === "tokens" || featureSize(manifest)! >= 1, "feature_size is below 1");
+  for (const { name, input: from, output: to, dtype, shape, initial } of manifest.states) {
+    need([name, from, to].every(text) && Number.isFinite(initial), "a state has no name or initial value");
+    need(dtype === "float32" || dtype === "int64", `state ${name} is ${dtype}`);
+    need(shape[0] === "batch", `state ${name} has no batch axis`);
+    need(shape.slice(1).every((size) => size === PAST || (Number.isSafeInteger(size) && Number(size) >= 1)), `state ${name} has an odd shape`);
   }
-  const paths = [
-    ...Object.keys(manifest.files),
-    ...Object.values(manifest.variants).flatMap((variant) => Object.keys(variant.files)),
-    ...Object.values(manifest.capsules ?? {}).map((capsule) => capsule.file),
-  ];
+  need(default_variant in manifest.variants, "default_variant is not among variants");
+  for (const [name, { file, files }] of Object.entries(manifest.variants)) need(file in files, `the graph of variant ${name} is not among its files`);
+  const records = [manifest.files, ...Object.values(manifest.variants).map(({ files }) => files)].flatMap((files) => Object.entries(files));
+  for (const [path, { sha256, bytes }] of records) need(text(sha256) && Number.isSafeInteger(bytes), `file ${path} has no record`);
+  const paths = [...records.map(([path]) => path), ...Object.values(manifest.capsules ?? {}).map(({ file }) => file)];
   for (const path of paths) {
-    if (path.startsWith("/") || path.includes("\\") || path.split("/").includes("..")) {
-      refuse(`file ${path} lies outside the bundle`);
-    }
+    need(!path.startsWith("/") && !path.includes("\\") && !path.split("/").includes(".."), `file ${path} lies outside the bundle`);
   }
 }

@@ -1,6 +1,7 @@
 /** edgelin in Node: the runner over onnxruntime-node. */
 
 import { readFile } from "node:fs/promises";
+import { cpus } from "node:os";
 import { join } from "node:path";
 import { EdgelinError, oneLine } from "./errors.js";
 import { open } from "./open.js";
@@ -16,7 +17,7 @@ export type { Sampling } from "./sampler.js";
 export interface LoadOptions {
   /** Graph of the bundle; its default one. */
   variant?: string;
-  /** Threads of onnxruntime; as many as it finds best. */
+  /** Threads of onnxruntime; 0: as many as it finds best; 0. */
   threads?: number;
   /** Whether the bundle's golden stream is replayed first; true. */
   selfTest?: boolean;
@@ -24,11 +25,16 @@ export interface LoadOptions {
 
 /** Open a bundle folder. */
 export async function load(folder: string, options: LoadOptions = {}): Promise<Bundle> {
+  const { threads = 0 } = options;
+  const most = 8 * cpus().length;
+  if (!Number.isInteger(threads) || threads < 0 || threads > most) {
+    throw new EdgelinError(`threads is ${threads}; allowed: 0 (as onnxruntime finds best) .. ${most}`);
+  }
   const bundle = await open(await onnxruntime(), { where: folder, read: (path) => read(join(folder, path)) }, {
     device: "cpu",
     variant: (manifest) => options.variant ?? manifest.default_variant,
     options: {
-      ...(options.threads ? { intraOpNumThreads: options.threads } : {}),
+      ...(threads ? { intraOpNumThreads: threads } : {}),
       logSeverityLevel: 4, // errors arrive as exceptions
     },
   });

@@ -2,8 +2,8 @@
 
 import type { Env, InferenceSession, InferenceSessionFactory, TensorConstructor } from "onnxruntime-common";
 import { DeviceError, EdgelinError, oneLine } from "./errors.js";
-import { withoutDefaults } from "./graph.js";
-import { FILE_NAME, type Manifest, checkFile, checkVersion, parseManifest } from "./manifest.js";
+import { metadata, withoutDefaults } from "./graph.js";
+import { FILE_NAME, type Manifest, checkFile, checkVersion, contractOf, parseManifest } from "./manifest.js";
 import { Bundle, type Files } from "./runner.js";
 
 export interface Ort {
@@ -38,12 +38,25 @@ export async function open(ort: Ort, files: Files, { device, variant, options, o
   const externalData = [...contents]
     .filter(([path]) => path !== graph.file)
     .map(([path, data]) => ({ path: path.split("/").at(-1)!, data }));
+  const onnx = contents.get(graph.file)!;
+  if (!carries(onnx, manifest)) {
+    throw new EdgelinError(`${files.where}/${graph.file} does not carry the contract of ${FILE_NAME}; the files are of different exports: export again`);
+  }
   try {
-    const model = withoutDefaults(contents.get(graph.file)!, optional);
+    const model = withoutDefaults(onnx, optional);
     const session = await ort.InferenceSession.create(model, { ...options, externalData, extra: { session: SESSION } });
     return new Bundle(manifest, name, { session, Tensor: ort.Tensor, device }, files);
   } catch (error) {
     throw new DeviceError(`onnxruntime cannot load ${files.where}/${graph.file} (${device}): ${missingKernel(error) ?? oneLine(error)}`);
+  }
+}
+
+/** Whether a graph was exported with this manifest. */
+function carries(onnx: Uint8Array, manifest: Manifest): boolean {
+  try {
+    return contractOf(JSON.parse(metadata(onnx, "edgelin")) as object) === contractOf(manifest);
+  } catch {
+    return false; // no ONNX file, or one of someone else
   }
 }
 

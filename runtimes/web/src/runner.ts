@@ -78,7 +78,7 @@ export class Bundle {
     if (!this.#text) {
       const config = "tokenizer_config.json";
       const options = config in this.manifest.files ? await this.file(config) : null;
-      this.#text = new TextCodec(await this.file(tokenizer.file), options, outputSize(this.manifest));
+      this.#text = TextCodec.read(await this.file(tokenizer.file), options, outputSize(this.manifest));
     }
     return this.#text;
   }

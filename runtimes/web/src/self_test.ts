@@ -1,6 +1,6 @@
 /** The device self-test: replays the golden stream that every bundle carries. */
 
-import { DeviceError } from "./errors.js";
+import { DeviceError, EdgelinError, oneLine } from "./errors.js";
 import type { Bundle } from "./runner.js";
 
 export const FILE_NAME = "golden.json";
@@ -13,7 +13,16 @@ interface Golden {
 
 /** Throws where this device answers otherwise than the bundle allows. */
 export async function selfTest(bundle: Bundle): Promise<void> {
-  const golden = JSON.parse(new TextDecoder().decode(await bundle.file(FILE_NAME))) as Golden;
+  const content = await bundle.file(FILE_NAME);
+  try {
+    await replay(bundle, JSON.parse(new TextDecoder().decode(content)) as Golden);
+  } catch (error) {
+    if (error instanceof EdgelinError) throw error;
+    throw new EdgelinError(`${FILE_NAME} of the bundle cannot be replayed: ${oneLine(error)}; export the bundle again`);
+  }
+}
+
+async function replay(bundle: Bundle, golden: Golden): Promise<void> {
   const allowed = golden.tolerance[bundle.variant]!;
   const stream = await bundle.stream({ capsule: "none" });
   const compare = (what: string, found: number[], wanted: number[], limit: number): void => {

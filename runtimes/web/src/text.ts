@@ -1,7 +1,7 @@
 /** Text in and out: encoding, decoding of tokens that split characters, stop strings. */
 
 import { Tokenizer } from "@huggingface/tokenizers";
-import { EdgelinError } from "./errors.js";
+import { EdgelinError, oneLine } from "./errors.js";
 
 /** What a stream has generated but not yet shown. */
 export interface TextTail {
@@ -29,7 +29,17 @@ export class TextCodec {
   readonly #plain: Tokenizer;
   readonly #bytes: Uint8Array[] = [];
 
-  constructor(tokenizerJson: Uint8Array, tokenizerConfig: Uint8Array | null, vocabSize: number) {
+  /** Reads `tokenizer.json`; refuses one that it does not know or that another model has. */
+  static read(tokenizerJson: Uint8Array, tokenizerConfig: Uint8Array | null, vocabSize: number): TextCodec {
+    try {
+      return new TextCodec(tokenizerJson, tokenizerConfig, vocabSize);
+    } catch (error) {
+      if (error instanceof EdgelinError) throw error;
+      throw new EdgelinError(`tokenizer.json is no tokenizer that this runner knows: ${oneLine(error)}; export the bundle again`);
+    }
+  }
+
+  private constructor(tokenizerJson: Uint8Array, tokenizerConfig: Uint8Array | null, vocabSize: number) {
     const parse = (bytes: Uint8Array): unknown => JSON.parse(new TextDecoder().decode(bytes));
     const description = parse(tokenizerJson) as Description;
     const config = (tokenizerConfig ? parse(tokenizerConfig) : {}) as object;

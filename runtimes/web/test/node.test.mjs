@@ -9,6 +9,8 @@ import { test } from "node:test";
 import { fileURLToPath } from "node:url";
 import { promisify } from "node:util";
 import { EdgelinError, load } from "edgelin/node";
+import { sha256Hex } from "../dist/hash.js";
+import { canonicalJson } from "../dist/manifest.js";
 import { uniform } from "../dist/sampler.js";
 import { TextDecoding, noTail } from "../dist/text.js";
 import { CASES, parse, replay } from "./golden.mjs";
@@ -100,6 +102,52 @@ test("a changed file, manifest or state file is refused", async () => {
   const manifest = join(copy, "edgelin.json");
   await writeFile(manifest, (await readFile(manifest, "utf8")).replace('"chunk": 64', '"chunk": 32'));
   await assert.rejects(load(copy), /differs from its digest/);
+});
+
+/** A copy of the golden bundle with a changed manifest and other files, all with right hashes. */
+async function altered(change, files = {}) {
+  const copy = join(await mkdtemp(join(tmpdir(), "edgelin-")), "bundle");
+  await cp(fused, copy, { recursive: true });
+  const manifest = JSON.parse(await readFile(join(copy, "edgelin.json"), "utf8"));
+  for (const [path, content] of Object.entries(files)) {
+    const bytes = Buffer.from(content);
+    await writeFile(join(copy, path), bytes);
+    const records = path in manifest.files ? manifest.files : manifest.variants.model.files;
+    records[path] = { sha256: await sha256Hex(bytes), bytes: bytes.length };
+  }
+  change(manifest);
+  const { digest: _, ...rest } = manifest;
+  rest.digest = await sha256Hex(new TextEncoder().encode(canonicalJson(rest)));
+  await writeFile(join(copy, "edgelin.json"), JSON.stringify(rest));
+  return copy;
+}
+
+const nothing = () => undefined;
+for (const [what, message, change, files] of [
+  ["no states", /no valid manifest/, (m) => delete m.states],
+  ["a state fewer than the graph", /not carry the contract/, (m) => m.states.pop()],
+  ["an odd shape", /odd shape/, (m) => (m.states[0].shape[1] = 0)],
+  ["no tokenizer", /tokenizer has no file/, (m) => (m.tokenizer = null)],
+  ["no input", /no valid manifest/, (m) => (m.input = null)],
+  ["a chunk above max_time", /chunk is above/, (m) => (m.max_time = 8)],
+  ["a graph that is not recorded", /not among its files/, (m) => (m.variants.model.files = {})],
+  ["a file outside", /outside the bundle/, (m) => (m.files["../x"] = m.files["golden.json"])],
+  ["another format", /reads format 1/, (m) => (m.format = 2)],
+  ["a newer onnxruntime", /needs onnxruntime >= 9/, (m) => (m.min_onnxruntime = "9.0.0")],
+  ["a graph of another export", /not carry the contract/, nothing, { "onnx/model.onnx": await readFile(join(GOLDEN, "plain/bundle/onnx/model.onnx")) }],
+  ["a graph that is none", /not carry the contract/, nothing, { "onnx/model.onnx": "no graph" }],
+  ["a golden stream that is none", /golden\.json of the bundle cannot be replayed/, nothing, { "golden.json": "{}" }],
+  ["a tokenizer that is none", /no tokenizer that this runner knows/, nothing, { "tokenizer.json": "{}" }],
+]) {
+  test(`a bundle is refused in one line: ${what}`, async () => {
+    const folder = await altered(change, files);
+    const refused = async () => (await (await load(folder, { variant: "model", threads: 1 })).text());
+    await assert.rejects(refused, (error) => error instanceof EdgelinError && message.test(error.message) && !error.message.includes("\n"));
+  });
+}
+
+test("threads that no machine has are refused", async () => {
+  for (const threads of [-1, 1.5, 100_000]) await assert.rejects(load(fused, { threads }), /threads is .*; allowed: 0/);
 });
 
 test("a device that computes otherwise is told", async () => {
