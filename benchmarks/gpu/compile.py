@@ -26,22 +26,15 @@ import torch
 import triton
 from cases import CASES, Sizes
 from results import selected
-from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from edgelin.recurrences import delta, diagonal, dplr, linear
+from edgelin.recurrences.operator import Operator
 
-OPERATORS: list[
-    tuple[CustomOpDef, CustomOpDef, tuple[Any, ...]]
-] = [  # forward, backward, what the latter wants beside
-    (linear._linear, linear._linear_backward, ()),
-    (delta._delta, delta._delta_backward, ([],)),
-    (dplr._dplr, dplr._dplr_backward, ([],)),
-    (diagonal._diagonal, diagonal._diagonal_backward, ()),
-]
+OPERATORS = [linear._linear, delta._delta, dplr._dplr, diagonal._diagonal]
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BLOCKS = ("BX", "BY", "BT", "BK", "BV", "BN", "BD", "BLOCK", "S", "MODE")
@@ -88,17 +81,15 @@ def record(show: Callable[[JITFunction[Any], Any, float], None]) -> None:
             seen.add(id(made))
             show(self, made, time.perf_counter() - began)
 
-    for forward, backward, more in OPERATORS:  # else a tensor without data only asks for shapes
-        forward.register_fake(_both(forward, backward, more))
+    for operator in OPERATORS:  # else a tensor without data only asks for shapes
+        operator.op.register_fake(_both(operator))
     JITFunction.run = compile_only  # type: ignore[method-assign, assignment]
     torch.cuda._exchange_device = lambda index: 0  # type: ignore[assignment]
     torch.cuda._maybe_exchange_device = lambda index: 0  # type: ignore[assignment]
     driver.set_active(Target())  # type: ignore[arg-type]
 
 
-def _both(
-    forward: CustomOpDef, backward: CustomOpDef, more: tuple[Any, ...]
-) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _both(operator: Operator) -> Callable[..., tuple[torch.Tensor, ...]]:
     """What an operator launches forward and, as autograd would go on, backward."""
 
     def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -106,10 +97,11 @@ def _both(
         fresh = (torch.empty(x.shape, dtype=x.dtype, device=x.device)
                  if isinstance(x, torch.Tensor) else x for x in inputs)  # fmt: skip
         inputs = tuple(fresh)
-        outputs: tuple[torch.Tensor, ...] = forward._init_fn(*inputs)
-        last = max(i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor | float)) + 1
+        outputs: tuple[torch.Tensor, ...] = operator.run(*inputs)[:2]
         ups = [torch.empty_like(y) for y in outputs]
-        backward._init_fn(*inputs[:last], *ups, *inputs[last:], *more)
+        kept: list[Any] = [] if operator.allocate is None else [[]]
+        last = operator.required
+        operator.run_backward(*inputs[:last], *ups, *inputs[last:], *kept)
         return outputs
 
     return run

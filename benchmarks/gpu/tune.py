@@ -72,7 +72,7 @@ def step_of(name: str, shape: str) -> measure.Step:
 
 def kernels_of(step: measure.Step, word: str) -> list[str]:
     """Names with a certain word of the kernels with a grid that a step launches."""
-    launches.asked.clear()
+    launches.forget()
     step()
     return sorted(kernel for kernel in launches.asked if word in kernel and grid(kernel))
 
@@ -110,6 +110,7 @@ def tune(kernel: str, step: measure.Step) -> Iterator[tuple[float, launches.Choi
     first: list[torch.Tensor] = []
     for choice in [*before[:1], *grid(kernel)]:
         table[kernel] = [choice]
+        launches.forget()
         try:
             found = numbers(step)
             first = first or found
@@ -121,6 +122,7 @@ def tune(kernel: str, step: measure.Step) -> Iterator[tuple[float, launches.Choi
         except Exception as error:  # too much shared memory, or registers
             print(f"{kernel} {choice}: {str(error).splitlines()[0][:90]}", flush=True)
     table[kernel] = before
+    launches.forget()
 
 
 def compile_share(name: str, shape: str, word: str, part: int, parts: int) -> None:
@@ -129,11 +131,13 @@ def compile_share(name: str, shape: str, word: str, part: int, parts: int) -> No
     for kernel in kernels_of(step, word):
         for choice in grid(kernel)[part::parts]:
             launches.table()[kernel] = [choice]
+            launches.forget()
             try:
                 step()
             except Exception:  # said when it is measured
                 torch.cuda.synchronize()
         launches.table().pop(kernel)
+        launches.forget()
 
 
 def compile_ahead(names: list[str], options: argparse.Namespace) -> None:

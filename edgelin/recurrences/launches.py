@@ -1,24 +1,33 @@
-"""How the GPU kernels are launched where that was measured: one table, ``launches.json``.
+"""How the GPU kernels are launched: what is chosen, and what is kept from call to call.
 
-A line of the table is a kernel at certain widths, by name, and a list of choices; the first is the
-one that runs. The others are what ``benchmarks/gpu/tune.py`` tries on a GPU, which puts the fastest
-first. Kernels that are not in the table are launched by the rule beside them. Nothing is tried at
-run time.
+Choices are in one table, ``launches.json``. A line of it is a kernel at certain widths, by name,
+and a list of choices; the first is the one that runs. The others are what
+``benchmarks/gpu/tune.py`` tries on a GPU, which puts the fastest first. Kernels that are not in the
+table are launched by the rule beside them. Nothing is tried at run time.
+
+All that follows from the shape of a call is worked out once, by functions that are ``planned``. In
+the end they give a :class:`Launch`, which needs only tensors.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from importlib import resources
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
 
 Choice = dict[str, int]
 Table = dict[str, list[Choice]]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @functools.cache
 def table() -> Table:
-    """The table; who changes it for a measurement calls ``clear`` of the rules that read it."""
+    """The table; who changes it for a measurement calls :func:`forget`."""
     text = (resources.files(__package__) / "launches.json").read_text(encoding="utf-8")
     loaded: Table = json.loads(text)
     return loaded
@@ -30,4 +39,78 @@ def choose(kernel: str, rule: Choice) -> Choice:
     return {**rule, **next(iter(table().get(kernel, [])), {})}
 
 
-asked: set[str] = set()  # names of kernels that were launched: what a measurement can tune
+asked: set[str] = set()  # names of kernels that were chosen for: what a measurement can tune
+_forget: list[Callable[[], None]] = []
+
+
+def planned(work: Callable[P, R]) -> Callable[P, R]:
+    """Keep what a function of shapes works out; of thousands, those used last."""
+    kept = functools.lru_cache(maxsize=4096)(work)
+    _forget.append(kept.cache_clear)
+    return kept  # type: ignore[return-value]
+
+
+def forget() -> None:
+    """Work everything out again: the table has changed."""
+    for clear in _forget:
+        clear()
+    asked.clear()
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y rounded up. Triton's own is a function of kernels, slow to call from Python."""
+    return -(-x // y)
+
+
+def power_of_2(x: int) -> int:
+    """The smallest power of 2 that is at least x, likewise."""
+    return 1 << (x - 1).bit_length()
+
+
+class Launch:
+    """A launch of a kernel, all but the tensors, which are its first arguments.
+
+    The first call goes through Triton's ``kernel[grid]``, which looks at every argument, and
+    compiles. What it compiled is kept and launched by the next calls with tensors of the same
+    dtypes on the same GPU. Triton also compiles for integers, which are the same in every call, and
+    for addresses that are multiples of 16: other ones always go through Triton.
+
+    Args:
+        kernel: A function of ``triton.jit``.
+        grid: Numbers of programs.
+        numbers: The arguments after the tensors.
+        constants: The ``constexpr`` arguments after these, and ``num_warps`` and the like.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], *numbers: int | float, **constants: Any
+    ) -> None:
+        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.compiled: dict[tuple[object, ...], Callable[..., None]] = {}
+        self.rest: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Start the programs."""
+        launch = self.compiled.get((tensors[0].get_device(), *[x.dtype for x in tensors]))
+        if launch is None or _addresses(tensors) % 16:
+            self._through_triton(tensors)
+        else:
+            launch(*tensors, *self.rest)
+
+    def _through_triton(self, tensors: tuple[Tensor, ...]) -> None:
+        """Start them and keep what was compiled, nothing when kernels are interpreted."""
+        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+        if compiled is None or _addresses(tensors) % 16:
+            return
+        names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+        self.rest = (*self.numbers, *[self.constants[name] for name in names])
+        key = (tensors[0].get_device(), *[x.dtype for x in tensors])
+        self.compiled[key] = compiled[(*self.grid, 1, 1)[:3]]
+
+
+def _addresses(tensors: tuple[Tensor, ...]) -> int:
+    """All bits that are set in any address."""
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    return bits

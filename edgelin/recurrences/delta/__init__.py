@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor
 
-from edgelin.recurrences import keeping, packed, widths
+from edgelin.recurrences import packed, widths
 from edgelin.recurrences.delta import chunked
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
+from edgelin.recurrences.operator import Operator
 
 
 def delta(
@@ -78,10 +78,7 @@ def delta(
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if is_exporting() or not torch.is_grad_enabled():
-            o, last = torch.ops.edgelin.delta(q, k, v, beta, g, state, scale)
-        else:
-            o, last, _ = torch.ops.edgelin.delta_keeping(q, k, v, beta, g, state, scale)
+        o, last = _delta(q, k, v, beta, g, state, scale)
         return o, last
 
     return widths.run_fitting(run, q, k, v, g, state)
@@ -102,8 +99,7 @@ def _by_key(g: Tensor | None) -> TypeGuard[Tensor]:
     return g is not None and g.dim() == 4
 
 
-@torch.library.custom_op("edgelin::delta", mutates_args=())
-def _delta(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -111,29 +107,9 @@ def _delta(
     g: Tensor | None,
     state: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Kernel on CUDA tensors, chunked form elsewhere."""
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Kernel on CUDA tensors, chunked form elsewhere, which keeps nothing."""
     q, k = by_value_head(q, k, v)  # a traced model still has them by key head
-    return _run(q, k, v, beta, g, state, scale)[:2]
-
-
-@torch.library.custom_op("edgelin::delta_keeping", mutates_args=())
-def _delta_keeping(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The same and what the backward pass of the kernels goes on from; nothing on a CPU."""
-    return _run(q, k, v, beta, g, state, scale)
-
-
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor, list[Tensor]]:
     if v.is_cuda and _by_key(g):
         from edgelin.recurrences.dplr import kernel as dplr_kernel
 
@@ -147,8 +123,23 @@ def _run(
     return *chunked.forward(q, k, v, beta, g, state, scale), []
 
 
-@torch.library.custom_op("edgelin::delta_backward", mutates_args=())
-def _delta_backward(
+def _allocate(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor, scale: float
+) -> list[Tensor]:
+    """Memory for what is kept."""
+    if v.is_cuda and _by_key(g):
+        from edgelin.recurrences.dplr import kernel as dplr_kernel
+
+        tied = dplr_kernel.Inputs.prepare(q, k, v, g, state, beta=beta)
+        return dplr_kernel.allocate(tied).distinct()
+    if v.is_cuda:
+        from edgelin.recurrences.delta import kernel
+
+        return list(kernel.allocate(kernel.Inputs.prepare(q, k, v, beta, g, state)))
+    return []
+
+
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -162,7 +153,7 @@ def _delta_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, g (empty without g) and state.
 
-    ``kept`` is from ``delta_keeping``; where it is empty, all but the inputs is computed again.
+    Where ``kept`` is empty, all but the inputs is computed again.
     """
     if v.is_cuda and _by_key(g):
         from edgelin.recurrences.dplr import kernel as dplr_kernel
@@ -178,72 +169,4 @@ def _delta_backward(
     return chunked.backward(q, k, v, beta, g, state, scale, do, dstate)
 
 
-@_delta.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
-@_delta_keeping.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    outputs = v.new_empty(v.shape), state.new_empty(state.shape)
-    if v.is_cuda and _by_key(g):
-        from edgelin.recurrences.dplr import kernel as dplr_kernel
-
-        tied = dplr_kernel.Inputs.prepare(q, k, v, g, state, beta=beta)
-        return *outputs, dplr_kernel.allocate(tied).distinct()
-    if v.is_cuda:
-        from edgelin.recurrences.delta import kernel
-
-        return *outputs, list(kernel.allocate(kernel.Inputs.prepare(q, k, v, beta, g, state)))
-    return *outputs, []
-
-
-@_delta_backward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    do: Tensor,
-    dstate: Tensor,
-    kept: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dg = state.new_empty(0) if g is None else g.new_empty(g.shape)
-    q_, k_, v_, beta_, state_ = (x.new_empty(x.shape) for x in (q, k, v, beta, state))
-    return q_, k_, v_, beta_, dg, state_
-
-
-def _gradients(
-    ctx: Any, do: Tensor | None, dstate: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of the op's inputs."""
-    q, k, v, beta, g, state, *kept = ctx.saved_tensors
-    do, dstate = keeping.or_zeros(do, v), keeping.or_zeros(dstate, state)
-    found = torch.ops.edgelin.delta_backward(
-        q, k, v, beta, g, state, ctx.scale, do, dstate, kept
-    )  # fmt: skip
-    dq, dk, dv, dbeta, dg, ds = found
-    return dq, dk, dv, dbeta, None if g is None else dg, ds, None
-
-
-_delta.register_autograd(_gradients, setup_context=keeping.save)
-_delta_keeping.register_autograd(_gradients, setup_context=keeping.save)
+_delta = Operator("delta", _forward, _backward, ("v", "state"), _allocate)

@@ -18,7 +18,7 @@ Length", section 3; "Gated Delta Networks", section 3.3.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,10 +27,11 @@ from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
 from edgelin.recurrences.delta.kernel_inverse import unit_lower_inverse
-from edgelin.recurrences.launches import Choice, choose
+from edgelin.recurrences.launches import Choice, Launch, cdiv, choose, planned, power_of_2
 
 C = tl.constexpr(CHUNK)
 FLOOR = tl.constexpr(MIN_LOG_DECAY)
+WARPS = ("num_warps", "num_stages")
 
 
 @triton.jit
@@ -192,6 +193,19 @@ def output_kernel(q, k, g, states, writes, o, scale, T, H,
     put_tile(o, scale * out, row, valid, v_start, V, BV)
 
 
+class Shape(NamedTuple):
+    """What launches depend on."""
+
+    batch: int
+    time: int
+    heads: int
+    key: int
+    value: int
+    has_g: bool
+    full: bool  # float32, not bfloat16
+    on_gpu: bool
+
+
 class Inputs(NamedTuple):
     """Contiguous inputs, q, k and v in one dtype, g replaced by beta where there is none."""
 
@@ -201,54 +215,84 @@ class Inputs(NamedTuple):
     beta: Tensor
     g: Tensor
     state: Tensor
-    has_g: bool
+    shape: Shape
 
     @classmethod
     def prepare(
         cls, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor
     ) -> Inputs:
         """Bring the arguments of the op into the form that the kernels take."""
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        q, k, v, beta, state = (x.contiguous() for x in (q, k, v, beta, state))
-        return cls(q, k, v, beta, beta if g is None else g.contiguous(), state, g is not None)
+        full = v.dtype == torch.float32
+        (batch, time, heads, value), key = v.shape, k.shape[3]
+        shape = Shape(batch, time, heads, key, value, g is not None, full, v.is_cuda)
+        q, k = q.to(v.dtype).contiguous(), k.to(v.dtype).contiguous()
+        v, beta, state = v.contiguous(), beta.contiguous(), state.contiguous()
+        return cls(q, k, v, beta, beta if g is None else g.contiguous(), state, shape)
 
-    def launch(self, kernel: str) -> Choice:
-        """Blocks of keys and values (BK, BV) and warps of a kernel.
 
-        ``states`` and ``reverse`` carry BV columns of the state along and take all keys at once.
-        """
-        batch, _, heads, width = self.v.shape
-        full = self.v.dtype == torch.float32
-        key = max(16, triton.next_power_of_2(self.k.shape[-1]))
-        value = max(16, triton.next_power_of_2(width))
-        part = 32 if full else 64
-        # wide columns save reads of the keys; narrow ones make programs when there are few
-        columns = 32 if key > 128 or batch * heads * width < 128 * 64 else 64
-        if full:  # without tensor cores a dot keeps both operands in registers
-            columns = 16 if key > 64 else 32
-        serial = kernel in ("states", "reverse")
-        rule = {
-            "BK": key if serial else min(key, part),
-            "BV": min(value, columns if serial else part),
-            "num_warps": 8 if full else 4,
-            "num_stages": 1 if full else 2,
-        }
-        if full:
-            return rule
-        many = "" if batch * heads >= 64 else " few"  # rows that are passed through in parallel
-        gates = "gated " if self.has_g else ""
-        widths = f"{self.k.shape[-1]}x{width}"
-        return choose(f"delta {gates}{kernel} {widths}{many if serial else ''}", rule)
+def choice(kernel: str, shape: Shape) -> Choice:
+    """Blocks of keys and values (BK, BV) and warps of a kernel.
 
-    @property
-    def wide(self) -> tl.dtype:
-        """What decays are summed in."""
-        return tl.float64 if self.v.dtype == torch.float32 else tl.float32
+    ``states`` and ``reverse`` carry BV columns of the state along and take all keys at once.
+    """
+    rows, full = shape.batch * shape.heads, shape.full
+    key, value = (max(16, power_of_2(width)) for width in (shape.key, shape.value))
+    part = 32 if full else 64
+    # wide columns save reads of the keys; narrow ones make programs when there are few
+    columns = 32 if key > 128 or rows * shape.value < 128 * 64 else 64
+    if full:  # without tensor cores a dot keeps both operands in registers
+        columns = 16 if key > 64 else 32
+    serial = kernel in ("states", "reverse")
+    rule = {
+        "BK": key if serial else min(key, part),
+        "BV": min(value, columns if serial else part),
+        "num_warps": 8 if full else 4,
+        "num_stages": 1 if full else 2,
+    }
+    if full:
+        return rule
+    many = "" if rows >= 64 else " few"  # rows that are passed through in parallel
+    gates = "gated " if shape.has_g else ""
+    widths = f"{shape.key}x{shape.value}"
+    return choose(f"delta {gates}{kernel} {widths}{many if serial else ''}", rule)
 
-    @property
-    def inverse_precision(self) -> str:
-        """Three products of bfloat16 parts are exact enough beside bfloat16 inputs."""
-        return "ieee" if self.v.dtype == torch.float32 or not self.v.is_cuda else "bf16x3"
+
+def launch_of(kernel: Any, name: str, shape: Shape, *scale: float) -> Launch:
+    """A launch of a kernel over chunks, blocks of value columns or both, as ``name`` asks for."""
+    chosen, rows = choice(name, shape), shape.batch * shape.heads
+    blocks, chunks = cdiv(shape.value, chosen["BV"]), cdiv(shape.time, CHUNK)
+    grid: tuple[int, ...] = (rows * chunks,)
+    if name in ("states", "reverse"):
+        grid = (rows, blocks)
+    elif name in ("output", "local"):
+        grid = (rows * chunks, blocks)
+    constants = {
+        "K": shape.key,
+        "V": shape.value,
+        "HAS_G": shape.has_g,
+        # what decays are summed in
+        "WIDE": tl.float64 if shape.full else tl.float32,
+        # three products of bfloat16 parts are exact enough beside bfloat16 inputs
+        "INVERSE": "ieee" if shape.full or not shape.on_gpu else "bf16x3",
+        **chosen,
+    }
+    wanted = {n: x for n, x in constants.items() if n in (*kernel.arg_names, *WARPS)}
+    return Launch(kernel, grid, *scale, shape.time, shape.heads, **wanted)
+
+
+@planned
+def _invert(shape: Shape) -> Launch:
+    return launch_of(invert_kernel, "invert", shape)
+
+
+@planned
+def _states(shape: Shape) -> Launch:
+    return launch_of(states_kernel, "states", shape)
+
+
+@planned
+def _output(shape: Shape, scale: float) -> Launch:
+    return launch_of(output_kernel, "output", shape, scale)
 
 
 class Carried(NamedTuple):
@@ -263,36 +307,24 @@ class Carried(NamedTuple):
 
 def allocate(x: Inputs) -> Carried:
     """Memory for it."""
-    batch, time, heads, width = x.v.shape
+    batch, time, heads, key, value = x.shape[:5]
     # without decay nobody reads the factors
-    shape = (batch, time, heads) if x.has_g else (1,)
-    chunks = triton.cdiv(time, CHUNK)
+    factors = (batch, time, heads) if x.shape.has_g else (1,)
     return Carried(
-        inverse=x.v.new_empty(batch, time, heads, CHUNK),
-        prefix=x.v.new_empty(shape, dtype=torch.float32),
-        suffix=x.v.new_empty(shape, dtype=torch.float32),
-        states=x.v.new_empty(batch, heads, chunks, x.k.shape[-1], width),
+        inverse=x.v.new_empty((batch, time, heads, CHUNK)),
+        prefix=x.v.new_empty(factors, dtype=torch.float32),
+        suffix=x.v.new_empty(factors, dtype=torch.float32),
+        states=x.v.new_empty((batch, heads, cdiv(time, CHUNK), key, value)),
         writes=torch.empty_like(x.v),
     )
 
 
 def carry(x: Inputs) -> tuple[Carried, Tensor]:
     """Run the first two kernels; also the last state `[B, H, K, V]`."""
-    batch, time, heads, width = x.v.shape
-    key, chunks = x.k.shape[-1], triton.cdiv(time, CHUNK)
     made, final = allocate(x), torch.empty_like(x.state)
     factors = (made.inverse, made.prefix, made.suffix)
-    launch = x.launch("invert")
-    invert_kernel[(batch * heads * chunks,)](
-        x.k, x.beta, x.g, *factors, time, heads,
-        K=key, BK=launch["BK"], HAS_G=x.has_g, WIDE=x.wide, INVERSE=x.inverse_precision,
-        **{name: launch[name] for name in ("num_warps", "num_stages")},
-    )  # fmt: skip
-    launch = x.launch("states")
-    states_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
-        x.k, x.v, x.beta, *factors, x.state, made.states, made.writes, final, time, heads,
-        K=key, V=width, HAS_G=x.has_g, **launch,
-    )  # fmt: skip
+    _invert(x.shape)(x.k, x.beta, x.g, *factors)
+    _states(x.shape)(x.k, x.v, x.beta, *factors, x.state, made.states, made.writes, final)
     return made, final
 
 
@@ -309,14 +341,8 @@ def forward(
 
     Values are float32 or bfloat16.
     """
-    with torch.cuda.device_of(v):
-        x = Inputs.prepare(q, k, v, beta, g, state)
-        carried, final = carry(x)
-        batch, time, heads, width = v.shape
-        o, launch = torch.empty_like(x.v), x.launch("output")
-        grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, launch["BV"]))
-        output_kernel[grid](
-            x.q, x.k, x.g, carried.states, carried.writes, o, scale, time, heads,
-            K=x.k.shape[-1], V=width, HAS_G=x.has_g, WIDE=x.wide, **launch,
-        )  # fmt: skip
+    x = Inputs.prepare(q, k, v, beta, g, state)
+    carried, final = carry(x)
+    o = torch.empty_like(x.v)
+    _output(x.shape, scale)(x.q, x.k, x.g, carried.states, carried.writes, o)
     return o, final, carried

@@ -21,29 +21,29 @@ before 3.7.1 may miscompile a dot whose first operand is a transposed dot result
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import (
     FLOOR,
     C,
     Carried,
     Inputs,
+    Shape,
     carry,
     chunk_rows,
     decay_matrix,
     decay_sums,
     factor,
+    launch_of,
     put_tile,
     state_cells,
     tile,
     total_decay,
 )
+from edgelin.recurrences.launches import Launch, planned
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -215,32 +215,24 @@ def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
         tl.store(dg + row, tl.where(clamped, 0.0, steps), mask=valid)
 
 
-class Solved(NamedTuple):
-    """What the pass from the last chunk to the first leaves behind."""
-
-    dr: Tensor  # [B, T, H, V]
-    dstates: Tensor  # after each chunk [B, H, N, K, V]
-    dstate: Tensor  # before the first token [B, H, K, V]
+@planned
+def _local(shape: Shape, scale: float) -> Launch:
+    return launch_of(local_kernel, "local", shape, scale)
 
 
-def _reverse(x: Inputs, carried: Carried, scale: float, do: Tensor, dfinal: Tensor) -> Solved:
-    """Run the kernels ``local`` and ``reverse``."""
-    batch, time, heads, width = x.v.shape
-    key = x.k.shape[-1]
-    du, dr = torch.empty_like(x.v), torch.empty_like(x.v)
-    dstates, dstate = torch.empty_like(carried.states), torch.empty_like(x.state)
-    sizes = {"K": key, "V": width, "HAS_G": x.has_g}
-    launch = x.launch("local")
-    grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, launch["BV"]))
-    local_kernel[grid](
-        x.q, x.k, x.g, do, du, scale, time, heads, WIDE=x.wide, **sizes, **launch,
-    )  # fmt: skip
-    launch = x.launch("reverse")
-    reverse_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
-        x.q, x.k, x.beta, carried.inverse, carried.prefix, carried.suffix, do, du, dfinal,
-        dstates, dr, dstate, scale, time, heads, **sizes, **launch,
-    )  # fmt: skip
-    return Solved(dr, dstates, dstate)
+@planned
+def _reverse(shape: Shape, scale: float) -> Launch:
+    return launch_of(reverse_kernel, "reverse", shape, scale)
+
+
+@planned
+def _scores(shape: Shape, scale: float) -> Launch:
+    return launch_of(scores_kernel, "scores", shape, scale)
+
+
+@planned
+def _keys(shape: Shape, scale: float) -> Launch:
+    return launch_of(keys_kernel, "keys", shape, scale)
 
 
 def backward(
@@ -252,33 +244,31 @@ def backward(
     state: Tensor,
     scale: float,
     do: Tensor,
-    dstate: Tensor,
+    dfinal: Tensor,
     carried: Carried | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, g (empty without g) and state; shapes as in the forward pass.
 
     ``carried`` comes from the forward pass; without it the first two kernels run again.
     """
-    with torch.cuda.device_of(v):
-        x = Inputs.prepare(q, k, v, beta, g, state)
-        carried = carried or carry(x)[0]
-        do, dstate = do.to(v.dtype).contiguous(), dstate.contiguous()
-        solved = _reverse(x, carried, scale, do, dstate)
-        batch, time, heads, width = v.shape
-        dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
-        dscores, dlower = (torch.empty_like(carried.inverse) for _ in range(2))
-        strengths, dbeta = (v.new_empty(batch, time, heads, dtype=torch.float32) for _ in range(2))
-        dsums, dg = (torch.empty_like(carried.prefix) for _ in range(2))
-        grid = (batch * heads * triton.cdiv(time, CHUNK),)
-        sizes = {"K": x.k.shape[-1], "V": width, "HAS_G": x.has_g}
-        scores_kernel[grid](
-            x.q, x.k, x.v, x.beta, x.g, carried.writes, do, solved.dr, dv, dscores, dlower,
-            strengths, dsums, scale, time, heads, WIDE=x.wide, **sizes, **x.launch("scores"),
-        )  # fmt: skip
-        keys_kernel[grid](
-            x.q, x.k, x.beta, x.g, carried.prefix, carried.suffix, carried.states, carried.writes,
-            do, solved.dr, solved.dstates, dscores, dlower, strengths, dsums, dq, dk, dbeta, dg,
-            scale, time, heads, **sizes, **x.launch("keys"),
-        )  # fmt: skip
-    dg = state.new_empty(0) if g is None else dg
-    return dq.to(q.dtype), dk.to(k.dtype), dv, dbeta.to(beta.dtype), dg, solved.dstate
+    x = Inputs.prepare(q, k, v, beta, g, state)
+    inverse, prefix, suffix, states, writes = carried or carry(x)[0]
+    do, dfinal = do.to(v.dtype).contiguous(), dfinal.contiguous()
+    du, dr = torch.empty_like(x.v), torch.empty_like(x.v)
+    dstates, dstate = torch.empty_like(states), torch.empty_like(x.state)
+    _local(x.shape, scale)(x.q, x.k, x.g, do, du)
+    _reverse(x.shape, scale)(
+        x.q, x.k, x.beta, inverse, prefix, suffix, do, du, dfinal, dstates, dr, dstate
+    )
+    dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), du  # du was read
+    dscores, dlower = torch.empty_like(inverse), torch.empty_like(inverse)
+    strengths, dbeta = (x.v.new_empty(x.shape[:3], dtype=torch.float32) for _ in range(2))
+    dsums, dg = torch.empty_like(prefix), torch.empty_like(prefix)
+    shares = (dscores, dlower, strengths, dsums)
+    _scores(x.shape, scale)(x.q, x.k, x.v, x.beta, x.g, writes, do, dr, dv, *shares)
+    _keys(x.shape, scale)(
+        x.q, x.k, x.beta, x.g, prefix, suffix, states, writes, do, dr, dstates, *shares,
+        dq, dk, dbeta, dg,
+    )  # fmt: skip
+    dg = dg if x.shape.has_g else state.new_empty(0)
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dbeta.to(beta.dtype), dg, dstate

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from edgelin.recurrences import packed
 from edgelin.recurrences.diagonal import chunked
 from edgelin.recurrences.lengths import masked
+from edgelin.recurrences.operator import Operator
 
 
 def diagonal(
@@ -66,8 +66,8 @@ def diagonal(
     if lengths is not None:
         x, g = masked(x, lengths), _ended(g, lengths, x)
         theta = None if theta is None else _ended(theta, lengths, x)
-    result: tuple[Tensor, Tensor] = torch.ops.edgelin.diagonal(x, b, c, g, theta, state)
-    return result
+    y, after = _diagonal(x, b, c, g, theta, state)
+    return y, after
 
 
 def _packed(
@@ -108,8 +108,7 @@ def _check(b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor)
         raise ValueError(f"theta is {tuple(theta.shape)}, need the shape of g, {tuple(g.shape)}")
 
 
-@torch.library.custom_op("edgelin::diagonal", mutates_args=())
-def _diagonal(
+def _forward(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Kernel on CUDA tensors, chunked form elsewhere."""
@@ -120,15 +119,7 @@ def _diagonal(
     return chunked.forward(x, b, c, g, theta, state)
 
 
-@_diagonal.register_fake
-def _(
-    x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), state.new_empty(state.shape)
-
-
-@torch.library.custom_op("edgelin::diagonal_backward", mutates_args=())
-def _diagonal_backward(
+def _backward(
     x: Tensor,
     b: Tensor,
     c: Tensor,
@@ -146,31 +137,4 @@ def _diagonal_backward(
     return chunked.backward(x, b, c, g, theta, state, dy, dstate)
 
 
-@_diagonal_backward.register_fake
-def _(
-    x: Tensor,
-    b: Tensor,
-    c: Tensor,
-    g: Tensor,
-    theta: Tensor | None,
-    state: Tensor,
-    dy: Tensor,
-    dstate: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, db, dc, dg, dinitial = (v.new_empty(v.shape) for v in (x, b, c, g, state))
-    return dx, db, dc, dg, g.new_empty(0 if theta is None else theta.shape), dinitial
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep the inputs and nothing else."""
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, dy: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of the op's inputs."""
-    inputs = ctx.saved_tensors
-    *grads, dtheta, dinitial = torch.ops.edgelin.diagonal_backward(*inputs, dy, dstate)
-    return *grads, None if inputs[4] is None else dtheta, dinitial
-
-
-_diagonal.register_autograd(_gradients, setup_context=_save)
+_diagonal = Operator("diagonal", _forward, _backward, outputs=("x", "state"))

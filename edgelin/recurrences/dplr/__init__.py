@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgelin.recurrences import keeping, packed, widths
+from edgelin.recurrences import packed, widths
 from edgelin.recurrences.dplr import chunked
-from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
+from edgelin.recurrences.operator import Operator
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -79,32 +78,13 @@ def dplr(
         """The op, with a and b as wide as the keys have become."""
         more = k.shape[-1] - a.shape[-1]
         pair = [F.pad(x, (0, more)) if more else x for x in (a, b)]
-        if is_exporting() or not torch.is_grad_enabled():
-            o, last = torch.ops.edgelin.dplr(q, k, v, *pair, g, state, scale)
-        else:
-            o, last, _ = torch.ops.edgelin.dplr_keeping(q, k, v, *pair, g, state, scale)
+        o, last = _dplr(q, k, v, *pair, g, state, scale)
         return o, last
 
     return widths.run_fitting(run, q, k, v, g, state)
 
 
-@torch.library.custom_op("edgelin::dplr", mutates_args=())
-def _dplr(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    g: Tensor,
-    state: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Kernel on CUDA tensors, chunked form elsewhere."""
-    return _run(q, k, v, a, b, g, state, scale)[:2]
-
-
-@torch.library.custom_op("edgelin::dplr_keeping", mutates_args=())
-def _dplr_keeping(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -114,13 +94,7 @@ def _dplr_keeping(
     state: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The same and what the backward pass of the kernels goes on from; nothing on a CPU."""
-    return _run(q, k, v, a, b, g, state, scale)
-
-
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Kernel on CUDA tensors, chunked form elsewhere, which keeps nothing."""
     if v.is_cuda:
         from edgelin.recurrences.dplr import kernel
 
@@ -129,8 +103,25 @@ def _run(
     return *chunked.forward(q, k, v, a, b, g, state, scale), []
 
 
-@torch.library.custom_op("edgelin::dplr_backward", mutates_args=())
-def _dplr_backward(
+def _allocate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+) -> list[Tensor]:
+    """Memory for what is kept."""
+    if not v.is_cuda:
+        return []
+    from edgelin.recurrences.dplr import kernel
+
+    return kernel.allocate(kernel.Inputs.prepare(q, k, v, g, state, pair=(a, b))).distinct()
+
+
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -145,7 +136,7 @@ def _dplr_backward(
 ) -> Gradients:
     """Gradients of q, k, v, a, b, g and state.
 
-    ``kept`` is from ``dplr_keeping``; where it is empty, all but the inputs is computed again.
+    Where ``kept`` is empty, all but the inputs is computed again.
     """
     if v.is_cuda:
         from edgelin.recurrences.dplr import kernel, kernel_backward
@@ -155,69 +146,4 @@ def _dplr_backward(
     return chunked.backward(q, k, v, a, b, g, state, scale, do, dstate)
 
 
-@_dplr.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    g: Tensor,
-    state: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
-@_dplr_keeping.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    g: Tensor,
-    state: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    kept: list[Tensor] = []
-    if v.is_cuda:
-        from edgelin.recurrences.dplr import kernel
-
-        made = kernel.Inputs.prepare(q, k, v, g, state, pair=(a, b))
-        kept = kernel.allocate(made).distinct()
-    return v.new_empty(v.shape), state.new_empty(state.shape), kept
-
-
-@_dplr_backward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    g: Tensor,
-    state: Tensor,
-    scale: float,
-    do: Tensor,
-    dstate: Tensor,
-    kept: Sequence[Tensor],
-) -> Gradients:
-    q, k, v, a, b, g, state = (x.new_empty(x.shape) for x in (q, k, v, a, b, g, state))
-    return q, k, v, a, b, g, state
-
-
-def _gradients(
-    ctx: Any, do: Tensor | None, dstate: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of the op's inputs."""
-    q, k, v, a, b, g, state, *kept = ctx.saved_tensors
-    do, dstate = keeping.or_zeros(do, v), keeping.or_zeros(dstate, state)
-    found = torch.ops.edgelin.dplr_backward(
-        q, k, v, a, b, g, state, ctx.scale, do, dstate, kept
-    )  # fmt: skip
-    return *found, None
-
-
-_dplr.register_autograd(_gradients, setup_context=keeping.save)
-_dplr_keeping.register_autograd(_gradients, setup_context=keeping.save)
+_dplr = Operator("dplr", _forward, _backward, ("v", "state"), _allocate)

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from edgelin.recurrences import packed, widths
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.linear import chunked, delayed
+from edgelin.recurrences.operator import Operator
 
 
 def linear(
@@ -88,10 +89,8 @@ def linear(
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = torch.ops.edgelin.linear(
-            q, k, v, g, state, scale, bonus is not None
-        )
-        return result
+        o, after = _linear(q, k, v, g, state, scale, bonus is not None)
+        return o, after
 
     recur = partial(_within_widths, run)
     if cu_seqlens is not None:
@@ -161,8 +160,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> 
         raise ValueError(f"g is {tuple(g.shape)}, need [B, T, H] or [B, T, H, K]")
 
 
-@torch.library.custom_op("edgelin::linear", mutates_args=())
-def _linear(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -182,21 +180,7 @@ def _linear(
     return o.contiguous(), final.contiguous()
 
 
-@_linear.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    exclusive: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return _empty(v), _empty(state)
-
-
-@torch.library.custom_op("edgelin::linear_backward", mutates_args=())
-def _linear_backward(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -236,40 +220,4 @@ def _chunked(
     return chunked.forward(q, k, v, g, state, scale, exclusive)
 
 
-@_linear_backward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    do: Tensor,
-    dstate: Tensor,
-    exclusive: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dg = q.new_empty(0, dtype=torch.float32) if g is None else _empty(g)
-    return _empty(q), _empty(k), _empty(v), dg, _empty(state)
-
-
-def _empty(like: Tensor) -> Tensor:
-    """A contiguous tensor of the same shape, dtype and device."""
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep the inputs only: the backward recomputes all states."""
-    *tensors, ctx.scale, ctx.exclusive = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the seven inputs."""
-    q, k, v, g, state = ctx.saved_tensors
-    dq, dk, dv, dg, dinitial = torch.ops.edgelin.linear_backward(
-        q, k, v, g, state, ctx.scale, do, dstate, ctx.exclusive
-    )
-    return dq, dk, dv, None if g is None else dg, dinitial, None, None
-
-
-_linear.register_autograd(_backward, setup_context=_save)
+_linear = Operator("linear", _forward, _backward, outputs=("v", "state"))

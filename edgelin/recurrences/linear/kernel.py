@@ -7,22 +7,23 @@ state before each segment (segment scan; equations in ``chunked.py``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgelin.recurrences.launches import Choice, choose
-from edgelin.recurrences.linear import kernel_by_key, kernel_passes
-from edgelin.recurrences.linear.kernel_decays import HEAD, KEY, NONE
+from edgelin.recurrences.launches import Choice, Launch, cdiv, choose, planned, power_of_2
+from edgelin.recurrences.linear import kernel_by_key, kernel_decays, kernel_passes
 
+NONE, HEAD, KEY = (
+    mode.value for mode in (kernel_decays.NONE, kernel_decays.HEAD, kernel_decays.KEY)
+)
 SEGMENT = 512  # shortest segment in tokens: below, passing states costs more than it gains
 PROGRAMS = 256  # programs that fill a large GPU; more segments than that take are not made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """What ``kernel_passes.attend`` computes (see its module docstring), of which tensors."""
 
@@ -40,7 +41,7 @@ DQ = Pass("dq", "do", "v", "k", inner=False, reverse=False, m="q")
 DK = Pass("dk", "v", "do", "q", inner=False, reverse=True, m="k")
 DV = Pass("dv", "k", "do", "q", inner=True, reverse=True)
 
-_NAMES = {NONE.value: "none", HEAD.value: "head", KEY.value: "key"}
+_NAMES = {NONE: "none", HEAD: "head", KEY: "key"}
 
 
 class Split(NamedTuple):
@@ -54,15 +55,7 @@ class Split(NamedTuple):
     far: Tensor  # marks of segments, int32 [B * H, segments]
 
 
-class Starts(NamedTuple):
-    """The state before each segment, backwards its gradient after it, and a factor of it."""
-
-    h: Tensor
-    strides: tuple[int, int, int, int, int]  # of batch and head, segment, X, Y; to the next state
-    scale: float
-
-
-def launch_of(name: str, mode: tl.constexpr, half: bool, width_x: int, width_y: int) -> Choice:
+def launch_of(name: str, mode: int, half: bool, width_x: int, width_y: int) -> Choice:
     """Block over the width that is cut (BLOCK) and warps of a pass or of ``segment``.
 
     By a rule read off the compiler's register counts: larger tiles spill, above all in float32.
@@ -71,14 +64,14 @@ def launch_of(name: str, mode: tl.constexpr, half: bool, width_x: int, width_y: 
     contracted, width = (width_y, width_x) if inner else (width_x, width_y)
     whole = whole_of(contracted)
     cells = 16384 if half and (mode == NONE or (mode == KEY and inner)) else 8192
-    block = max(16, min(triton.next_power_of_2(width), cells // whole))
+    block = max(16, min(power_of_2(width), cells // whole))
     few = half and whole * block <= 8192
     rule = {"BLOCK": block, "num_warps": 4 if few else 8, "num_stages": 2 if half else 1}
     if name == "segment":
         rule = {"BLOCK": max(16, min(whole, 64)), "num_warps": 4, "num_stages": 2 if half else 1}
     if not half:
         return rule
-    chosen = choose(f"linear {_NAMES[mode.value]} {name} {width_x}x{width_y}", rule)
+    chosen = choose(f"linear {_NAMES[mode]} {name} {width_x}x{width_y}", rule)
     if name == DK.name and mode == HEAD:  # both add to one sum a block of K
         return chosen | {"BLOCK": launch_of(DQ.name, mode, half, width_x, width_y)["BLOCK"]}
     return chosen
@@ -87,13 +80,158 @@ def launch_of(name: str, mode: tl.constexpr, half: bool, width_x: int, width_y: 
 def far_launch(kind: Pass, half: bool, width_x: int, width_y: int) -> Choice:
     """The same for ``kernel_by_key.attend``, with the tokens of a chunk (BT)."""
     contracted, width = (width_y, width_x) if kind.inner else (width_x, width_y)
-    block = max(16, min(triton.next_power_of_2(width), 8192 // whole_of(contracted)))
+    block = max(16, min(power_of_2(width), 8192 // whole_of(contracted)))
     return {"BLOCK": block, "BT": 64 if half else 16, "num_warps": 8, "num_stages": 1}
 
 
 def whole_of(width: int) -> int:
     """Block over a side that is not cut."""
-    return int(max(16, triton.next_power_of_2(width)))
+    return max(16, power_of_2(width))
+
+
+class Shape(NamedTuple):
+    """What the launches of a call depend on."""
+
+    batch: int
+    time: int
+    heads: int
+    key: int
+    value: int
+    key_heads: int  # 1 where one head of queries and keys serves all
+    mode: int
+    half: bool  # whether all tensors are bfloat16
+    on_gpu: bool
+    scale: float
+
+
+class Plan:
+    """Sizes and launches of all calls of a shape.
+
+    Time is cut into ``segments`` of ``chunks`` chunks of ``block_t`` tokens.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.rows = shape.batch * shape.heads
+        self.block_t = 64 if shape.half else 16
+        segments = max(1, min(shape.time // SEGMENT, cdiv(PROGRAMS, self.rows)))
+        self.chunks = cdiv(cdiv(shape.time, self.block_t), segments)
+        self.segments = cdiv(shape.time, self.chunks * self.block_t)
+        self.splits = shape.mode == KEY and shape.half
+        # Where `split` marks no segments, `kernel_by_key` takes all or none.
+        self.by_key = shape.mode == KEY and not shape.half
+        # Triton's interpreter multiplies bfloat16 wrongly: on the CPU products are float32.
+        self.dtypes = {
+            "DT": tl.bfloat16 if shape.half and shape.on_gpu else tl.float32,
+            "PT": tl.bfloat16 if shape.on_gpu else tl.float32,
+            "PARTS": 2 if shape.half else 3,
+        }
+        # Differences of float64 sums are exact enough in float32, those of float32 in bfloat16.
+        self.wide = tl.float32 if shape.half else tl.float64
+
+    def width(self, name: str) -> int:
+        """Of a tensor, by its name."""
+        return self.shape.key if name in ("q", "k") else self.shape.value
+
+    def widths(self, kind: Pass) -> tuple[int, int]:
+        """Of x and y."""
+        return self.width(kind.x), self.width(kind.y)
+
+    def rule(self, kind: Pass) -> Choice:
+        """How a pass is launched."""
+        return launch_of(kind.name, self.shape.mode, self.shape.half, *self.widths(kind))
+
+    @planned
+    def split(self) -> Launch:
+        """Of ``kernel_passes.split``."""
+        time, heads, key = self.shape[1:4]
+        rule = {"BK": min(64, whole_of(key)), "num_warps": 4}
+        chosen = choose(f"linear key split {key}", rule)
+        return Launch(
+            kernel_passes.split,
+            (self.rows * cdiv(time, self.block_t), cdiv(key, chosen["BK"])),
+            time, self.chunks,
+            H=heads, K=key, BT=self.block_t, PT=self.dtypes["PT"], PARTS=3, **chosen,
+        )  # fmt: skip
+
+    @planned
+    def scan(self, kind: Pass) -> Launch:
+        """Of ``kernel_passes.scan``."""
+        x, y = self.widths(kind)
+        return Launch(
+            kernel_passes.scan, (self.rows, cdiv(x * y, 1024)),
+            self.segments, 1.0 / self.shape.scale if kind.reverse else 1.0,
+            X=x, Y=y, BLOCK=1024, MODE=self.shape.mode, REV=kind.reverse, num_warps=4,
+        )  # fmt: skip
+
+    @planned
+    def segment(self, kind: Pass, far: bool) -> Launch:
+        """Of ``segment``, near or ``far``."""
+        x, y = self.widths(kind)
+        chosen = launch_of("segment", self.shape.mode, self.shape.half, x, y)
+        block_x, block_y = (min(whole_of(w), chosen["BLOCK"]) for w in (x, y))
+        grid = (self.rows, self.segments, cdiv(x, block_x) * cdiv(y, block_y))
+        sizes = {"H": self.shape.heads, "X": x, "Y": y, "BX": block_x, "BY": block_y}
+        if not far:
+            return Launch(
+                kernel_passes.segment, grid, self.shape.time, self.chunks, **sizes,
+                HY=self.shape.key_heads, BT=self.block_t, MODE=self.shape.mode, REV=kind.reverse,
+                DT=self.dtypes["DT"], WIDE=self.wide,
+                num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+            )  # fmt: skip
+        block_t = far_launch(kind, self.shape.half, x, y)["BT"]
+        return Launch(
+            kernel_by_key.segment, grid, self.shape.time, self.chunks * self.block_t // block_t,
+            **sizes, BT=block_t, ALL=self.by_key, REV=kind.reverse, **self.dtypes,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+    @planned
+    def near(self, kind: Pass, weigh: bool) -> Launch:
+        """Of ``kernel_passes.attend``; ``weigh``: with weights."""
+        chosen, shape = self.rule(kind), self.shape
+        return Launch(
+            kernel_passes.attend, self._grid(kind, chosen["BLOCK"]), shape.time, self.chunks,
+            *self._starts(kind), shape.batch * shape.time * shape.heads,
+            **self._blocks(kind, chosen["BLOCK"]), HY=shape.key_heads, BT=self.block_t,
+            MODE=shape.mode, INNER=kind.inner, REV=kind.reverse, WEIGH=weigh, WIDE=self.wide,
+            **self.dtypes, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+        )  # fmt: skip
+
+    @planned
+    def far(self, kind: Pass, weigh: bool) -> Launch:
+        """Of ``kernel_by_key.attend``."""
+        chosen = far_launch(kind, self.shape.half, *self.widths(kind))
+        block_t = chosen["BT"]
+        return Launch(
+            kernel_by_key.attend, self._grid(kind, chosen["BLOCK"]),
+            self.shape.time, self.chunks * self.block_t // block_t, *self._starts(kind),
+            **self._blocks(kind, chosen["BLOCK"]), BT=block_t, ALL=self.by_key,
+            INNER=kind.inner, REV=kind.reverse, WEIGH=weigh, LEVELS=block_t.bit_length() - 1,
+            **self.dtypes, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+        )  # fmt: skip
+
+    def _starts(self, kind: Pass) -> tuple[float, float, int, int, int, int, int]:
+        """Factors of the state before a segment and of the output, and the former's strides: of
+        batch and head, segment, X, Y, and to the next state."""
+        x, y = self.widths(kind)
+        if self.segments == 1:
+            factor = 1.0 / self.shape.scale if kind.reverse else 1.0
+            return factor, self.shape.scale, x * y, 0, 1, x, 0
+        return 1.0, self.shape.scale, (self.segments + 1) * x * y, x * y, y, 1, x * y
+
+    def _blocks(self, kind: Pass, block: int) -> dict[str, int]:
+        """Sizes and blocks of a pass."""
+        x, y = self.widths(kind)
+        block_x, block_y = (block, whole_of(y)) if kind.inner else (whole_of(x), block)
+        return {"H": self.shape.heads, "X": x, "Y": y, "BX": block_x, "BY": block_y}
+
+    def _grid(self, kind: Pass, block: int) -> tuple[int, int, int]:
+        """Programs of a pass."""
+        return self.rows, self.segments, cdiv(self.width(kind.x if kind.inner else kind.y), block)
+
+
+plan_of = planned(Plan)
 
 
 class Walk:
@@ -107,55 +245,25 @@ class Walk:
     """
 
     def __init__(self, tensors: dict[str, Tensor], g: Tensor | None, scale: float) -> None:
-        self.tensors, self.g, self.scale = tensors, g, scale
-        self.half = all(x.dtype == torch.bfloat16 for x in tensors.values())
-        q = tensors["q"]
-        self.batch, self.time, self.heads = tensors["v"].shape[:3]
-        self.key, self.key_heads = q.shape[3], q.shape[2]
-        self.mode = NONE if g is None else HEAD if g.dim() == 3 else KEY
-        self.block_t = 64 if self.half else 16
-        segments = self.time // SEGMENT
-        segments = max(1, min(segments, -(-PROGRAMS // (self.batch * self.heads))))
-        self.chunks = triton.cdiv(triton.cdiv(self.time, self.block_t), segments)
-        self.segments = triton.cdiv(self.time, self.chunks * self.block_t)
-        self.split = self._split() if self.mode == KEY and self.half else None
-        # Where `split` marks no segments, `kernel_by_key` takes all or none.
-        self.by_key = self.mode == KEY and not self.half
-
-    @property
-    def _dtypes(self) -> dict[str, Any]:
-        """Of products, of masks and of sums of decays.
-
-        Triton's interpreter multiplies bfloat16 wrongly: on the CPU products are float32.
-        """
-        on_gpu = self.tensors["q"].is_cuda
-        return {
-            "DT": tl.bfloat16 if self.half and on_gpu else tl.float32,
-            "PT": tl.bfloat16 if on_gpu else tl.float32,
-            "PARTS": 2 if self.half else 3,
-        }
-
-    @property
-    def _wide(self) -> tl.dtype:
-        """Differences of float64 sums are exact enough in float32, those of float32 in bfloat16."""
-        return tl.float32 if self.half else tl.float64
+        self.tensors, self.g = tensors, g
+        half = all(x.dtype == torch.bfloat16 for x in tensors.values())
+        q, (batch, time, heads, value) = tensors["q"], tensors["v"].shape
+        mode = NONE if g is None else HEAD if g.dim() == 3 else KEY
+        self.plan = plan_of(
+            Shape(batch, time, heads, q.shape[3], value, q.shape[2], mode, half, q.is_cuda, scale)
+        )
+        self.split = self._split() if self.plan.splits else None
 
     def _split(self) -> Split:
         """Take the decays between tokens out of queries and keys."""
-        q, k, g = self.tensors["q"], self.tensors["k"], self.g
+        q, k, g, plan = self.tensors["q"], self.tensors["k"], self.g, self.plan
         assert g is not None
-        rows, chunks = self.batch * self.heads, triton.cdiv(self.time, self.block_t)
-        first, second = (g.new_empty(rows, chunks, self.key, dtype=torch.float32) for _ in range(2))
+        halves = (plan.rows, cdiv(plan.shape.time, plan.block_t), plan.shape.key)
+        first, second = (g.new_empty(halves, dtype=torch.float32) for _ in range(2))
         exponents = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        far = torch.zeros(rows, self.segments, dtype=torch.int32, device=q.device)
+        far = torch.zeros(plan.rows, plan.segments, dtype=torch.int32, device=q.device)
         made = Split(torch.empty_like(q), torch.empty_like(k), exponents, first, second, far)
-        rule = {"BK": min(64, whole_of(self.key)), "num_warps": 4}
-        launch = choose(f"linear key split {self.key}", rule)
-        dtypes = self._dtypes
-        kernel_passes.split[(rows * chunks, triton.cdiv(self.key, launch["BK"]))](
-            q, k, g, *made, self.time, self.chunks,
-            H=self.heads, K=self.key, BT=self.block_t, PT=dtypes["PT"], PARTS=3, **launch,
-        )  # fmt: skip
+        plan.split()(q, k, g, *made)
         return made
 
     def _near(self, name: str) -> Tensor:
@@ -172,56 +280,38 @@ class Walk:
         first, second, far = self.split[3:]
         return (second, first, far) if reverse else (first, second, far)
 
-    def starts(self, kind: Pass, initial: Tensor) -> Starts:
+    def starts(self, kind: Pass, initial: Tensor) -> Tensor:
         """What the passes in the direction of ``kind`` begin with.
 
         ``initial`` is ``[B, H, K, V]`` float32, contiguous: the state, or backwards the gradient
-        of the last one.
+        of the last one. With several segments they begin with the state before each, backwards its
+        gradient after it, and what is behind the last.
         """
-        x, y = self.tensors[kind.x], self.tensors[kind.y]
-        width_x, width_y = x.shape[3], y.shape[3]
-        size, rows, scale = width_x * width_y, self.batch * self.heads, 1.0
-        if kind.reverse:
-            scale = 1.0 / self.scale
-        if self.segments == 1:
-            return Starts(initial, (size, 0, 1, width_x, 0), scale)
-        h = initial.new_empty((rows, self.segments + 1, width_x, width_y), dtype=torch.float32)
-        total = initial.new_empty((rows, self.segments, width_y), dtype=torch.float32)
-        self._segments(kind, h, total)
-        kernel_passes.scan[(rows, triton.cdiv(size, 1024))](
-            h, total, initial, self.segments, scale,
-            X=width_x, Y=width_y, BLOCK=1024, MODE=self.mode, REV=kind.reverse, num_warps=4,
-        )  # fmt: skip
-        return Starts(h, ((self.segments + 1) * size, size, width_y, 1, size), 1.0)
-
-    def _segments(self, kind: Pass, h: Tensor, total: Tensor) -> None:
-        """What each segment adds to the state."""
-        x, y = self.tensors[kind.x], self.tensors[kind.y]
-        width_x, width_y = x.shape[3], y.shape[3]
-        chosen = launch_of("segment", self.mode, self.half, width_x, width_y)
-        block_x, block_y = (min(whole_of(w), chosen["BLOCK"]) for w in (width_x, width_y))
-        tiles = triton.cdiv(width_x, block_x) * triton.cdiv(width_y, block_y)
-        grid = (self.batch * self.heads, self.segments, tiles)
-        warps = {name: chosen[name] for name in ("num_warps", "num_stages")}
-        sizes = {"H": self.heads, "X": width_x, "Y": width_y, "BX": block_x, "BY": block_y}
-        heads = {"HY": self.key_heads}
-        dtypes, g = self._dtypes, x if self.g is None else self.g
-        if not self.by_key:
-            kernel_passes.segment[grid](
-                self._near(kind.x), self._near(kind.y), g, *self._halves(kind.reverse), h, total,
-                self.time, self.chunks, **sizes, **heads, BT=self.block_t, MODE=self.mode,
-                REV=kind.reverse, DT=dtypes["DT"], WIDE=self._wide, **warps,
-            )  # fmt: skip
-        if self.mode == KEY:
-            far = far_launch(kind, self.half, width_x, width_y)
-            kernel_by_key.segment[grid](
-                x, y, g, self._halves(False)[2], h, total, self.time,
-                self.chunks * self.block_t // far["BT"], **sizes, BT=far["BT"],
-                ALL=self.by_key, REV=kind.reverse, **dtypes, num_warps=4, num_stages=1,
-            )  # fmt: skip
+        plan = self.plan
+        if plan.segments == 1:
+            return initial
+        x, y = plan.widths(kind)
+        h = initial.new_empty((plan.rows, plan.segments + 1, x, y), dtype=torch.float32)
+        total = initial.new_empty((plan.rows, plan.segments, y), dtype=torch.float32)
+        g = self.tensors[kind.x] if self.g is None else self.g
+        if not plan.by_key:
+            plan.segment(kind, far=False)(
+                self._near(kind.x), self._near(kind.y), g, *self._halves(kind.reverse), h, total
+            )
+        if plan.shape.mode == KEY:
+            plan.segment(kind, far=True)(
+                self.tensors[kind.x], self.tensors[kind.y], g, self._halves(False)[2], h, total
+            )
+        plan.scan(kind)(h, total, initial)
+        return h
 
     def attend(
-        self, kind: Pass, starts: Starts, weights: Tensor | None = None, ends: Tensor | None = None
+        self,
+        kind: Pass,
+        starts: Tensor,
+        weights: Tensor | None = None,
+        ends: Tensor | None = None,
+        final: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run one pass over time.
 
@@ -230,86 +320,59 @@ class Walk:
             starts: From :meth:`starts`, in its direction.
             weights: For the decay's gradient, float32: dq leaves q dq there and dk makes the
                 gradient of it, ``[B, T, H, K]`` or, with a decay a head, ``[blocks, B, T, H]``.
-            ends: For dk with weights, ``h`` of the states before the segments; if there is one
-                segment, the last state.
+            ends: For dk with weights, the states before the segments; if there is one segment, the
+                last state.
+            final: Where to leave the last state, else in new memory.
 
         Returns:
             The result, with the width of x (outer: y), and the state after the pass
             ``[B, H, K, V]`` float32.
         """
-        x, y = self.tensors[kind.x], self.tensors[kind.y]
-        like = x if kind.inner else y
-        rows = (self.batch, self.time, self.heads, like.shape[3])
+        plan, shape = self.plan, self.plan.shape
+        x, y = plan.widths(kind)
+        like = self.tensors[kind.x if kind.inner else kind.y]
+        rows = (shape.batch, shape.time, shape.heads, x if kind.inner else y)
         out = torch.empty(rows, dtype=like.dtype, device=like.device)
-        shape = (self.batch, self.heads, y.shape[3], x.shape[3])
-        final = torch.empty(shape, dtype=torch.float32, device=like.device)
-        ends = starts.h if ends is None else ends
-        if not self.by_key:
-            self._attend_near(kind, starts, ends, out, final, weights)
-        if self.mode == KEY:
-            self._attend_far(kind, starts, ends, out, final, weights)
+        if final is None:
+            states = (shape.batch, shape.heads, y, x)
+            final = torch.empty(states, dtype=torch.float32, device=like.device)
+        ends = starts if ends is None else ends
+        if not plan.by_key:
+            g = like if self.g is None else self.g if self.split is None else self.split.exponents
+            plan.near(kind, weights is not None)(
+                self._near(kind.a), self._near(kind.x), self._near(kind.y), g,
+                *self._halves(kind.reverse), starts, ends, out, final,
+                out if weights is None else self._near(kind.m), out if weights is None else weights,
+            )  # fmt: skip
+        if shape.mode == KEY:
+            assert self.g is not None
+            plan.far(kind, weights is not None)(
+                self.tensors[kind.a], self.tensors[kind.x], self.tensors[kind.y], self.g,
+                self._halves(False)[2], starts, ends, out, final,
+                out if weights is None else self.tensors[kind.m],
+                out if weights is None else weights,
+            )  # fmt: skip
         return out, final
 
-    def _attend_near(
-        self, kind: Pass, starts: Starts, ends: Tensor, out: Tensor, final: Tensor,
-        weights: Tensor | None,
-    ) -> None:  # fmt: skip
-        a, x, y = (self._near(name) for name in (kind.a, kind.x, kind.y))
-        g = x if self.g is None else self.g if self.split is None else self.split.exponents
-        chosen = launch_of(kind.name, self.mode, self.half, x.shape[3], y.shape[3])
-        kernel_passes.attend[self._grid(kind, chosen["BLOCK"])](
-            a, x, y, g, *self._halves(kind.reverse), starts.h, ends, out, final,
-            self._near(kind.m) if weights is not None else out, out if weights is None else weights,
-            self.time, self.chunks, starts.scale, self.scale, *starts.strides,
-            self.batch * self.time * self.heads, **self._blocks(kind, chosen["BLOCK"]),
-            HY=self.key_heads, BT=self.block_t, MODE=self.mode, INNER=kind.inner, REV=kind.reverse,
-            WEIGH=weights is not None, WIDE=self._wide, **self._dtypes,
-            num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
-        )  # fmt: skip
 
-    def _attend_far(
-        self, kind: Pass, starts: Starts, ends: Tensor, out: Tensor, final: Tensor,
-        weights: Tensor | None,
-    ) -> None:  # fmt: skip
-        a, x, y = (self.tensors[name] for name in (kind.a, kind.x, kind.y))
-        chosen = far_launch(kind, self.half, x.shape[3], y.shape[3])
-        block_t = chosen["BT"]
-        kernel_by_key.attend[self._grid(kind, chosen["BLOCK"])](
-            a, x, y, self.g, self._halves(False)[2], starts.h, ends, out, final,
-            self.tensors[kind.m] if weights is not None else out,
-            out if weights is None else weights,
-            self.time, self.chunks * self.block_t // block_t, starts.scale, self.scale,
-            *starts.strides, **self._blocks(kind, chosen["BLOCK"]),
-            BT=block_t, ALL=self.by_key, INNER=kind.inner, REV=kind.reverse,
-            WEIGH=weights is not None, LEVELS=block_t.bit_length() - 1, **self._dtypes,
-            num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
-        )  # fmt: skip
-
-    def _blocks(self, kind: Pass, block: int) -> dict[str, int]:
-        """Sizes and blocks of a pass."""
-        x, y = self.tensors[kind.x].shape[3], self.tensors[kind.y].shape[3]
-        block_x, block_y = (block, whole_of(y)) if kind.inner else (whole_of(x), block)
-        return {"H": self.heads, "X": x, "Y": y, "BX": block_x, "BY": block_y}
-
-    def _grid(self, kind: Pass, block: int) -> tuple[int, int, int]:
-        """Programs of a pass."""
-        width = self.tensors[kind.x if kind.inner else kind.y].shape[3]
-        return self.batch * self.heads, self.segments, triton.cdiv(width, block)
-
-
-def inputs_of(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, do: Tensor | None = None
-) -> dict[str, Tensor]:
-    """The tensors of a :class:`Walk`: queries and keys expanded from one head are taken once."""
+def walk(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    scale: float,
+    do: Tensor | None = None,
+) -> Walk:
+    """Of q, k, v, g and backwards do: queries and keys expanded from one head are taken once."""
+    q, k, v, g = inputs
     if q.stride(2) == k.stride(2) == 0 and (g is None or g.dim() == 3):
         q, k = q[:, :, :1], k[:, :, :1]
-    tensors = {"q": q, "k": k, "v": v} | ({} if do is None else {"do": do})
-    return {name: x.contiguous() for name, x in tensors.items()}
+    tensors = {"q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous()}
+    if do is not None:
+        tensors["do"] = do.contiguous()
+    return Walk(tensors, None if g is None else g.contiguous(), scale)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The recurrence on a GPU: shapes as in ``chunked.forward``, K and V up to 256, scale > 0."""
-    walk = Walk(inputs_of(q, k, v, g), None if g is None else g.contiguous(), scale)
-    return walk.attend(OUTPUT, walk.starts(OUTPUT, state.contiguous()))
+    passes = walk((q, k, v, g), scale)
+    return passes.attend(OUTPUT, passes.starts(OUTPUT, state.contiguous()))

@@ -13,9 +13,9 @@ head. The products are taken from float32 dq and dk, before these are rounded.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
+from edgelin.recurrences.launches import cdiv
 from edgelin.recurrences.linear import kernel
 
 
@@ -44,17 +44,15 @@ def backward(
     Returns:
         dq, dk, dv, dg (float32; empty without g), and the gradient of the initial state.
     """
-    walk = kernel.Walk(
-        kernel.inputs_of(q, k, v, g, do), None if g is None else g.contiguous(), scale
-    )
+    walk = kernel.walk((q, k, v, g), scale, do)
     weights = _weights(walk)
     before = walk.starts(kernel.DQ, state.contiguous())
     after = walk.starts(kernel.DK, dstate.contiguous())
     dq, final = walk.attend(kernel.DQ, before, weights)
-    ends = final if walk.segments == 1 else before.h
+    ends = final if walk.plan.segments == 1 else before
     dk, dinitial = walk.attend(kernel.DK, after, weights, ends)
-    dv, _ = walk.attend(kernel.DV, after)
-    dg = torch.zeros(0, device=q.device) if weights is None else weights
+    dv, _ = walk.attend(kernel.DV, after, final=final)  # which the pass before has read
+    dg = q.new_empty(0, dtype=torch.float32) if weights is None else weights
     if g is not None and g.dim() == 3:
         dg = dg[0] if len(dg) == 1 else dg.sum(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dinitial
@@ -66,7 +64,5 @@ def _weights(walk: kernel.Walk) -> Tensor | None:
         return None
     shape = [*walk.g.shape]
     if walk.g.dim() == 3:
-        value = walk.tensors["v"].shape[3]
-        chosen = kernel.launch_of(kernel.DQ.name, walk.mode, walk.half, value, walk.key)
-        shape = [triton.cdiv(walk.key, chosen["BLOCK"]), *shape]
+        shape = [cdiv(walk.plan.shape.key, walk.plan.rule(kernel.DQ)["BLOCK"]), *shape]
     return torch.empty(shape, dtype=torch.float32, device=walk.g.device)
