@@ -33,8 +33,8 @@ def gpu() -> Any:
 
 CASES = [
     "linear-128", "linear-64", "retention-128", "retention-64", "scalar-128", "scalar-64",
-    "normalized-128", "ssd", "gla-128", "gla-64", "delta-128", "gated-delta-128", "kda-128",
-    "rwkv7-64", "diagonal", "softmax-128", "softmax-64",
+    "normalized-128", "ssd", "gla-128", "gla-64", "scalar-128x256", "gla-128x256", "delta-128",
+    "gated-delta-128", "kda-128", "rwkv7-64", "diagonal", "softmax-128", "softmax-64",
 ]  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def measured(job: tuple[str, ...]) -> dict[str, Any]:
 def test_what_is_there_is_left_out(gpu: Any, tmp_path: Path) -> None:
     out, keys = tmp_path / "results.jsonl", gpu.kernels.KEYS
     wanted = gpu.kernels.jobs("gla,ssd", ["ours", "fla"], [*gpu.kernels.SHAPES, gpu.kernels.PACKED])
-    assert len(wanted) == (3 * 3 + 1) * 2  # ssd, gla-128 (packed too), gla-64
+    assert len(wanted) == (3 * 3 + 1) * 2 + 3  # ssd, gla-128 (packed too), gla-64; ours gla-128x256
     done: list[tuple[str, ...]] = []
 
     def run(job: tuple[str, ...]) -> dict[str, Any]:

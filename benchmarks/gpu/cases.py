@@ -345,6 +345,11 @@ def _gla(width: int) -> Case:
     return _linear(width, lambda d: {**d.qkv(), "g": d.log_sigmoid(d.sizes.key)}, fla, 2.0)
 
 
+def _wide(draw: Callable[[Draw], Inputs]) -> Case:
+    """As the models of ``model.py`` have it: values twice as wide as keys."""
+    return Case(8, 128, 256, draw, {"ours": _ours_linear}, _true_linear)
+
+
 def _scalar(width: int, bar: float) -> Case:
     fla = _fla("simple_gla", "chunk_simple_gla", "q k v g")
     return _linear(width, lambda d: {**d.qkv(), "g": d.log_sigmoid()}, fla, bar)
@@ -362,6 +367,8 @@ CASES = {
     "ssd": _ssd(),
     "gla-128": _gla(128),
     "gla-64": _gla(64),
+    "scalar-128x256": _wide(lambda d: {**d.qkv(), "g": d.log_sigmoid()}),
+    "gla-128x256": _wide(lambda d: {**d.qkv(), "g": d.log_sigmoid(d.sizes.key)}),
     "delta-128": _delta(
         lambda d: {**d.qkv(unit=True), "beta": d.beta()},
         _fla("delta_rule", "chunk_delta_rule", "q k v beta"),
