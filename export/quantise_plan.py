@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 MINIMISE = ("size", "time")
 _FINE = Format(4, 32)
-_DEFAULT = 0.02
+# Of auto: bits per byte hardly tell what rounding does to first choices.
+_RELATIVE, _TOP1 = 0.02, 0.92
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Calibration:
         method: One of ``METHODS``.
         budget: Relative loss in bits per byte that a quantised variant may have.
         budget_kl: The same as a KL, in nat a token.
+        budget_top1: Least share of positions whose first choice is still the float model's.
         minimise: ``"size"`` or ``"time"``: what ``--quantize auto`` saves.
     """
 
@@ -48,6 +50,7 @@ class Calibration:
     method: str = "gptq"
     budget: float | None = None
     budget_kl: float | None = None
+    budget_top1: float | None = None
     minimise: str = "size"
 
     def __post_init__(self) -> None:
@@ -62,12 +65,20 @@ class Calibration:
                     f"{name} is {limit:g}; give a positive number, such as 0.02 for 2 % more bits "
                     f"per byte or 0.02 nat"
                 )
+        if self.budget_top1 is not None and not 0 <= self.budget_top1 < 1:
+            raise EdgelinError(
+                f"--budget-top1 is {self.budget_top1:g}; give the least share of first choices "
+                f"that stay the same, from 0 to below 1, such as {_TOP1:g}"
+            )
 
     def limits(self, *, auto: bool) -> Budget | None:
         """The budget; ``--quantize auto`` has one in any case."""
-        if self.budget is None and self.budget_kl is None:
-            return Budget(relative=_DEFAULT) if auto else None
-        return Budget(self.budget, self.budget_kl)
+        relative, top1 = self.budget, self.budget_top1
+        if auto and self.budget_kl is None:
+            relative = _RELATIVE if relative is None else relative
+            top1 = _TOP1 if top1 is None else top1
+        found = Budget(relative, self.budget_kl, top1)
+        return None if found == Budget() else found
 
 
 @dataclass(frozen=True)
@@ -176,14 +187,17 @@ class Planner:
         def attempt(tried: Recipe) -> tuple[Loss, Mapping[str, Rounded]]:
             rounded = self._round(found, tried)
             loss = text.loss_of_rounded(rounded)
-            self.say(f"bits per byte {100 * loss.relative:+.2f} %, {loss.kl:.4f} nat from float")
+            self.say(
+                f"bits per byte {100 * loss.relative:+.2f} %, {loss.kl:.4f} nat from float, "
+                f"top-1 the same {100 * loss.top1:.1f} %"
+            )
             return loss, rounded
 
         points = path(measured, cost)
         choice = choose(points, recipe, budget, text.nats, attempt)
         if choice.recipe.bits == FLOAT:
             raise EdgelinError(
-                "--quantize auto found no matrix that the budget lets it round; raise --budget, "
+                "--quantize auto found no matrix that the budget lets it round; allow more, "
                 "or export --quantize none"
             )
         by_size = calibration.minimise == "size"

@@ -53,9 +53,16 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     type=float,
-    help="Most that bits per byte of the text may grow, as a share.  [default with auto: 0.02]",
+    help="Most that bits per byte of the text may grow, as a share.  [default with auto, "
+    "unless --budget-kl is given: 0.02]",
 )
 @click.option("--budget-kl", type=float, help="The same as a KL from the float model, in nat.")
+@click.option(
+    "--budget-top1",
+    type=float,
+    help="Least share of positions whose first choice stays the float model's.  [default with "
+    "auto, unless --budget-kl is given: 0.92]",
+)
 @click.option(
     "--minimise",
     type=click.Choice(["size", "time"]),
@@ -104,6 +111,7 @@ def command(
     method: str | None,
     budget: float | None,
     budget_kl: float | None,
+    budget_top1: float | None,
     minimise: str | None,
     profile: str,
     attention: str,
@@ -133,6 +141,7 @@ def command(
         "method": method,
         "budget": budget,
         "budget_kl": budget_kl,
+        "budget_top1": budget_top1,
         "minimise": minimise,
     }
 

@@ -118,7 +118,44 @@ def test_budgets_say_what_was_missed() -> None:
         "KL is 0.02 nat, the budget is 0.01",
     ]
     assert Budget(kl=1.0).missed(Loss(10, 1.0, 1.0, float("nan"), 1.0))
+    assert Budget(top1=0.91).missed(loss) == [
+        "90.0 % of the first choices are the same, the budget asks for 91 %"
+    ]
+    assert Budget(relative=0.031, top1=0.9).missed(loss) == []
     assert Budget(relative=0.02, kl=0.05).nats(2.0) == 0.04
+    assert Budget(relative=0.02, top1=0.92).nats(2.0) < 0.02
+
+
+def test_auto_guards_first_choices_unless_the_budget_is_in_nat() -> None:
+    limits = {
+        (): Budget(relative=0.02, top1=0.92),
+        (("budget", 0.1),): Budget(relative=0.1, top1=0.92),
+        (("budget_kl", 0.1),): Budget(kl=0.1),
+        (("budget_kl", 0.1), ("budget_top1", 0.8)): Budget(kl=0.1, top1=0.8),
+        (("budget_top1", 0.0),): Budget(relative=0.02, top1=0.0),
+    }
+    for given, wanted in limits.items():
+        assert Calibration("text", **dict(given)).limits(auto=True) == wanted
+    assert Calibration("text").limits(auto=False) is None
+    assert Calibration("text", budget=0.1).limits(auto=False) == Budget(relative=0.1)
+    assert Calibration("text", budget_top1=0.9).limits(auto=False) == Budget(top1=0.9)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
+def test_first_choices_are_kept(factor: float) -> None:
+    """That many change with the root of the KL; bits per byte stay as they are."""
+    points, recipe = path(_options(1, 8), _bytes), RECIPES["auto"]
+    assert recipe is not None
+    right = _attempt(factor)
+
+    def attempt(tried: Recipe) -> tuple[Loss, Mapping[str, Any]]:
+        loss, rounded = right(tried)
+        return Loss(1, 1.0, 1.0, loss.kl, 1 - (0.42 * loss.kl) ** 0.5), rounded
+
+    found = choose(points, recipe, Budget(relative=0.5, top1=0.352), 1.0, attempt)
+    assert found.loss.top1 >= 0.352
+    best = min(p.cost for p in points if factor * p.loss <= 0.99)
+    assert found.point.cost <= 1.25 * best
 
 
 def test_sizes_are_those_of_the_file() -> None:

@@ -132,6 +132,7 @@ def test_a_recipe_that_rounds_nothing_is_refused() -> None:
         ({"minimise": "heat"}, "--minimise is 'heat'; allowed: size, time"),
         ({"budget": -0.1}, "--budget is -0.1; give a positive number"),
         ({"budget_kl": float("nan")}, "--budget-kl is nan; give a positive number"),
+        ({"budget_top1": 1.0}, "--budget-top1 is 1; give the least share of first choices"),
     ],
 )
 def test_wrong_choices_about_a_text(choice: Any, message: str) -> None:
