@@ -10,7 +10,7 @@
 # make test-cpp   the C++ runner: what it needs, two builds, golden streams
 # make test-jvm   the Kotlin runner, the same on a desktop JVM
 # make test-android   resources and sources of the Android demo
-# make test-same-stream   one stream through all runners that are built
+# make test-same-stream   one stream, and what is refused, through all runners that are built
 # make gpu    the tests that need a CUDA GPU, with that machine's own torch
 #
 # PYTHON=python3.12           interpreter for the environment (3.11 or 3.12)
@@ -105,7 +105,7 @@ test-android: $(VENV)/.installed-dev
 	android_demo/check.sh
 
 test-same-stream: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/runtimes/test_same_stream.py
+	$(BIN)/python -m pytest tests/runtimes/test_same_stream.py tests/runtimes/test_refusals.py
 
 gpu:
 	$(RUN) pytest -m gpu

@@ -27,6 +27,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -1070,10 +1071,12 @@ void replay_golden(const std::shared_ptr<Bundle>& bundle) {
     }
     const auto top = piece.at("top").at("ids").get<std::vector<size_t>>();
     const auto wanted = piece.at("top").at("logits").get<std::vector<double>>();
-    for (size_t i = 0; i < top.size(); ++i)
+    for (size_t i = 0; i < top.size(); ++i) {
+      if (top[i] >= static_cast<size_t>(manifest.output_size)) refuse("an id is out of range");
       if (!(std::abs(stream.outputs()[top[i]] - wanted.at(i)) <=
             tolerance.at("logits").get<double>()))
         fail(manifest.output);
+    }
   }
   const Saved saved = stream.saved();
   for (const auto& [name, wanted] : golden.at("states").items()) {
@@ -1083,6 +1086,7 @@ void replay_golden(const std::shared_ptr<Bundle>& bundle) {
                        : 0;
     for (const json& sample : wanted.at("samples")) {
       const auto at = sample.at(0).get<size_t>();
+      if (at >= state.count()) refuse("a sample of state " + name + " is out of range");
       const double found =
           state.is_float ? state.floats()[at] : static_cast<double>(state.words[at]);
       if (!(std::abs(found - sample.at(1).get<double>()) <= room)) fail("state " + name);
@@ -1093,17 +1097,31 @@ void replay_golden(const std::shared_ptr<Bundle>& bundle) {
 /// Replays golden.json on the first load of a bundle and variant with this onnxruntime.
 void test_device(const std::shared_ptr<Bundle>& bundle, const char* folder) {
   if (folder != nullptr && *folder == 0) return;
-  if (folder == nullptr) return replay_golden(bundle);
+  const auto replay = [&] {
+    try {
+      replay_golden(bundle);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {  // a key is missing, or of another type
+      refuse("golden.json of " + text_of(bundle->folder) + " cannot be replayed: " + error.what() +
+             "; export again");
+    }
+  };
+  if (folder == nullptr) return replay();
   const std::string what = bundle->manifest.content.at("digest").get<std::string>() +
                            bundle->variant + OrtGetApiBase()->GetVersionString();
   const fs::path note = fs::u8path(folder) / ("edgelin-" + sha256_of(what) + ".tested");
   if (fs::exists(note)) return;
-  replay_golden(bundle);
+  replay();
   write_file(note, "");
 }
 
 std::shared_ptr<Bundle> load(const char* folder, const edgelin_options& options) {
   if (folder == nullptr) refuse("no bundle folder was given");
+  const int most = 8 * static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  if (options.threads < 0 || options.threads > most)
+    refuse("threads is " + std::to_string(options.threads) + "; allowed: 0 (as many as there are " +
+           "physical cores) .. " + std::to_string(most));
   auto bundle = std::make_shared<Bundle>(fs::u8path(folder));
   const json& content = bundle->manifest.content;
   bundle->variant = options.variant != nullptr ? options.variant
@@ -1124,13 +1142,16 @@ std::shared_ptr<Bundle> load(const char* folder, const edgelin_options& options)
       check_file(inside(bundle->folder, name), record);
   Ort::Env& env = environment();
   Ort::SessionOptions session;
-  session.SetIntraOpNumThreads(std::max(0, options.threads));
+  session.SetIntraOpNumThreads(options.threads);
   session.SetInterOpNumThreads(1);
   session.SetLogSeverityLevel(4);
   session.AddConfigEntry("session.force_spinning_stop", "1");  // no core burns between calls
   // Rounded weights in standard operators become float ones at once, not again at every step.
   session.AddConfigEntry("session.disable_quant_qdq", "1");
-  const fs::path graph = inside(bundle->folder, variant.at("file"));
+  const std::string file = variant.at("file");
+  if (!variant.at("files").contains(file))
+    refuse("the graph of variant " + bundle->variant + " is not among its files; export again");
+  const fs::path graph = inside(bundle->folder, file);
   try {
     bundle->session = Ort::Session(env, graph.c_str(), session);
   } catch (const Ort::Exception& error) {

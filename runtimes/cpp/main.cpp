@@ -6,31 +6,47 @@
 // Prints the ids of the tokens that follow, and on the error channel the speed. Ids come from the
 // tokenizer.json of the bundle and any library that reads it.
 
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "edgelin.h"
 
-static void need(bool good) {
+static void need(bool good, const std::string& problem = {}) {
   if (good) return;
-  std::fprintf(stderr, "Error: %s\n", edgelin_last_error());
+  std::fprintf(stderr, "Error: %s\n", problem.empty() ? edgelin_last_error() : problem.c_str());
   std::exit(1);
+}
+
+template <typename Number>
+static Number number(const std::string& name, const std::string& text) {
+  Number value = {};
+  const char* end = text.data() + text.size();
+  const auto [at, error] = std::from_chars(text.data(), end, value);
+  need(error == std::errc() && at == end, name + " is " + text + "; a number is needed");
+  return value;
 }
 
 int main(int count, char** words) {
   std::map<std::string, std::string> given = {
       {"--max-tokens", "40"}, {"--temperature", "0"}, {"--seed", "0"}, {"--threads", "0"}};
-  for (int i = 2; i + 1 < count; i += 2) given[words[i]] = words[i + 1];
+  const std::set<std::string> known = {"--ids",     "--max-tokens", "--temperature", "--seed",
+                                       "--threads", "--variant",    "--load-state",  "--save-state"};
   if (count < 2 || count % 2 != 0)
     return std::fputs("edgelin-run BUNDLE [--ids \"17 204\"] [--max-tokens 40] ...\n", stderr), 2;
+  for (int i = 2; i < count; i += 2) {
+    need(known.count(words[i]) > 0, std::string("there is no option ") + words[i]);
+    given[words[i]] = words[i + 1];
+  }
 
   edgelin_options options = {};
-  options.threads = std::atoi(given["--threads"].c_str());
+  options.threads = number<int>("--threads", given["--threads"]);
   if (given.count("--variant")) options.variant = given["--variant"].c_str();
   edgelin_bundle* bundle = edgelin_load(words[1], &options);
   need(bundle != nullptr);
@@ -41,16 +57,16 @@ int main(int count, char** words) {
 
   std::istringstream text(given["--ids"]);
   std::vector<int64_t> prompt;
-  for (int64_t id; text >> id;) prompt.push_back(id);
+  for (std::string id; text >> id;) prompt.push_back(number<int64_t>("an id", id));
   if (!prompt.empty())
     need(edgelin_feed(stream, prompt.data(), prompt.size(), nullptr, nullptr) == 0);
 
   edgelin_sampling sampling = {};
-  sampling.temperature = std::atof(given["--temperature"].c_str());
-  sampling.seed = std::strtoull(given["--seed"].c_str(), nullptr, 10);
-  const int wanted = std::atoi(given["--max-tokens"].c_str());
+  sampling.temperature = number<double>("--temperature", given["--temperature"]);
+  sampling.seed = number<uint64_t>("--seed", given["--seed"]);
+  const auto wanted = number<unsigned>("--max-tokens", given["--max-tokens"]);
   const auto begin = std::chrono::steady_clock::now();
-  int written = 0;
+  unsigned written = 0;
   for (; written < wanted; ++written) {
     const int64_t token = edgelin_choose(stream, 0, &sampling);
     need(token >= 0);
@@ -60,7 +76,7 @@ int main(int count, char** words) {
   }
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   std::printf("\n");
-  std::fprintf(stderr, "%d tokens, %.1f tokens/s, state %zu bytes at position %lld\n", written,
+  std::fprintf(stderr, "%u tokens, %.1f tokens/s, state %zu bytes at position %lld\n", written,
                written / seconds.count(), edgelin_state_bytes(stream),
                static_cast<long long>(edgelin_position(stream, 0)));
   if (given.count("--save-state"))

@@ -1,32 +1,22 @@
 """One stream that wanders through all runners writes what an unbroken Python run writes.
 
-A runner that is not built here is left out; ``make test-cpp``, ``test-jvm`` and ``test-web`` build
-them, and CI does before it calls this file.
+A runner that is not built here is left out (:mod:`other_runners`).
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from other_runners import GOLDEN, Commands, built, run
 
 from edgelin.runtimes import state_file
 from edgelin.runtimes.session import Bundle
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "runtimes" / "golden"
 PROMPT = "The quiet river runs past the old mill, naïve café: 日本語 🙂 and on"
 TOKENS = 7  # a runner
-CPP = ROOT / "build" / "cpp" / "edgelin-run"
-NODE = ROOT / "runtimes" / "web" / "dist" / "cli.js"
-JVM = ROOT / "build" / "jvm" / "classes"
-
-Commands = Callable[[Path], list[str]]
 
 
 def _common(save: Path, load: Path | None) -> list[str]:
@@ -38,28 +28,9 @@ def _common(save: Path, load: Path | None) -> list[str]:
     ]  # fmt: skip
 
 
-# Name to what must be there, and the command that goes on where a stream of a bundle stands.
-RUNNERS: dict[str, tuple[Path, Commands]] = {
-    "cpp": (CPP, lambda bundle: [str(CPP), str(bundle)]),
-    "node": (NODE, lambda bundle: ["node", str(NODE), str(bundle)]),
-    "jvm": (JVM, lambda bundle: [str(ROOT / "runtimes/jvm/build.sh"), "RunKt", str(bundle), ""]),
-}
-
-
-def _built() -> dict[str, Commands]:
-    """The runners that are built here."""
-    here = {key: command for key, (file, command) in RUNNERS.items() if file.exists()}
-    if not here:
-        pytest.skip("no other runner is built; see make test-cpp, test-jvm, test-web")
-    return here
-
-
 def _go_on(command: Commands, bundle: Path, save: Path, load: Path | None = None) -> None:
     """Write ``TOKENS`` tokens in another runner."""
-    done = subprocess.run(
-        [*command(bundle), *_common(save, load)], capture_output=True, text=True,
-        env={**os.environ, "ORT_DISABLE_TELEMETRY": "1"},
-    )  # fmt: skip
+    done = run([*command(bundle), *_common(save, load)])
     assert done.returncode == 0, done.stderr
 
 
@@ -73,7 +44,7 @@ def _alike(one: state_file.SavedStream, two: state_file.SavedStream) -> None:
 
 @pytest.mark.parametrize("name", ["fused", "hybrid", "growing", "complex"])
 def test_wandering_stream_writes_what_an_unbroken_one_writes(name: str, tmp_path: Path) -> None:
-    here = _built()
+    here = built()
     bundle = Bundle(GOLDEN / name / "bundle", variant="model", threads=1)
     greedy = {"temperature": 0, "seed": 0}
     last = tmp_path / "0.state"
@@ -96,7 +67,7 @@ def test_wandering_stream_writes_what_an_unbroken_one_writes(name: str, tmp_path
 
 
 def test_streams_begin_in_the_default_capsule_everywhere(tmp_path: Path) -> None:
-    here, folder = _built(), tmp_path / "bundle"
+    here, folder = built(), tmp_path / "bundle"
     shutil.copytree(GOLDEN / "fused" / "bundle", folder)
     bundle = Bundle(folder, variant="model", threads=1)
     first = bundle.stream()

@@ -1,12 +1,27 @@
 import edgelin.Bundle
+import edgelin.EdgelinException
 import edgelin.Sampling
 import java.io.File
+import kotlin.system.exitProcess
 
 /**
  * Writes a text on: RunKt BUNDLE PROMPT [--max-tokens N] [--temperature X] [--seed N] [--variant NAME]
  * [--threads N] [--load-state FILE] [--save-state FILE]. An empty prompt goes on from a loaded state.
  */
 fun main(words: Array<String>) {
+    try {
+        run(words)
+    } catch (error: EdgelinException) {
+        System.err.println("Error: ${error.message}")
+        exitProcess(1)
+    } catch (error: NumberFormatException) {
+        System.err.println("Error: ${error.message}; a number is needed")
+        exitProcess(1)
+    }
+}
+
+private fun run(words: Array<String>) {
+    if (words.size < 2 || words.size % 2 != 0) throw EdgelinException("give a bundle, a prompt and options with their values")
     val given = words.drop(2).chunked(2).associate { it[0] to it[1] }
     Bundle(File(words[0]), given["--variant"], given["--threads"]?.toInt() ?: 0).use { bundle ->
         bundle.stream().use { stream ->

@@ -36,6 +36,8 @@ class Bundle(val folder: File, variant: String? = null, threads: Int = 0, tested
     }
 
     init {
+        val most = 8 * Runtime.getRuntime().availableProcessors()
+        if (threads !in 0..most) refuse("threads is $threads; allowed: 0 (onnxruntime's own choice) .. $most")
         val (name, chosen) = manifest.variant(variant)
         this.variant = name
         environment = OrtEnvironment.getEnvironment(OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL)
@@ -126,7 +128,12 @@ class Bundle(val folder: File, variant: String? = null, threads: Int = 0, tested
         val what = sha256((manifest.digest + variant + environment.version).toByteArray())
         val note = tested?.let { File(it, "edgelin-$what.tested") }
         if (note != null && note.exists()) return
-        replayGolden()
+        try {
+            replayGolden()
+        } catch (error: RuntimeException) { // a key is missing, or of another type
+            if (error is EdgelinException) throw error
+            refuse("golden.json of $folder cannot be replayed: $error; export again", error)
+        }
         if (note != null) replace(note, emptyList())
     }
 

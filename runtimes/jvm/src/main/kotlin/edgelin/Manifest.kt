@@ -74,6 +74,12 @@ class Manifest private constructor(val content: JsonObject, where: String) {
             refuse("$where has a size or chunk that no runner could follow; export again")
         }
         states = content["states"].asJsonArray.map { readState(it.asJsonObject, where) }
+        for ((name, variant) in content["variants"].asJsonObject.entrySet()) {
+            val file = variant.asJsonObject["file"].asString
+            if (!variant.asJsonObject["files"].asJsonObject.has(file)) {
+                refuse("$where: the graph of variant $name is not among its files; export again")
+            }
+        }
     }
 
     /** Whether the model reads measurements and not token ids. */
