@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="text that no variant was calibrated with")
     parser.add_argument("--tokens", type=int, default=32_768, help="of the text")
     parser.add_argument("--written", type=int, default=2000, help="tokens of a written text")
-    parser.add_argument("--seeds", type=int, default=3, help="written texts of each variant")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="written texts of each variant; 0: none"
+    )
     parser.add_argument("--threads", type=int, help="default: physical cores")
     parser.add_argument("--out", type=Path, default=Path("quantisation"), help="name of the file")
     options = parser.parse_args()
@@ -111,11 +113,14 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     ]
     for name, one in found.items():
         rates = one["repeated_4grams"]
+        repeated = "-"
+        if rates:
+            least, mean, most = (100 * x for x in (min(rates), sum(rates) / len(rates), max(rates)))
+            repeated = f"{mean:.1f} % ({least:.1f} to {most:.1f})"
         lines.append(
             f"| {name} | {one['bytes'] / 1e6:.1f} | {one['bits_per_byte']:.4f} | "
             f"{100 * one['relative']:+.2f} % | {one['kl']:.4f} | {100 * one['top1']:.1f} % | "
-            f"{100 * sum(rates) / len(rates):.1f} % ({100 * min(rates):.1f} to "
-            f"{100 * max(rates):.1f}) |"
+            f"{repeated} |"
         )
     return "\n".join(lines)
 
