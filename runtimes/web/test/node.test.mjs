@@ -112,7 +112,7 @@ async function altered(change, files = {}) {
   for (const [path, content] of Object.entries(files)) {
     const bytes = Buffer.from(content);
     await writeFile(join(copy, path), bytes);
-    const records = path in manifest.files ? manifest.files : manifest.variants.model.files;
+    const records = path.startsWith("onnx/") ? manifest.variants.model.files : manifest.files;
     records[path] = { sha256: await sha256Hex(bytes), bytes: bytes.length };
   }
   change(manifest);
@@ -177,4 +177,22 @@ test("edgelin-run writes on, and goes on from a state file", async () => {
   const error = await run(process.execPath, [CLI, folder, "x"]).catch((failed) => failed);
   assert.equal(error.code, 1);
   assert.equal(error.stderr.trimEnd().split("\n").length, 1);
+});
+
+test("edgelin-run --chat", async () => {
+  const template = await readFile(join(GOLDEN, "templates", "chatml.jinja"), "utf8");
+  const bundle = await altered((m) => (m.tokenizer.chat_template = "chat_template.jinja"), { "chat_template.jinja": template });
+  const options = ["--variant", "model", "--temperature", "0", "--max-tokens", "6"];
+  const { stdout } = await run(process.execPath, [CLI, bundle, "Hello", "--chat", "--system", "S", ...options]);
+  const stream = await (await load(bundle, { variant: "model" })).stream();
+  let wanted = "";
+  for await (const piece of stream.chat("Hello", { system: "S", temperature: 0, maxTokens: 6 })) wanted += piece;
+  assert.equal(stdout, `${wanted}${stream.flush()}\n`);
+  for (const words of [["--chat"], ["x", "--system", "S"]]) {
+    const error = await run(process.execPath, [CLI, bundle, ...words, ...options]).catch((failed) => failed);
+    assert.equal(error.code, 1);
+    assert.match(error.stderr, /^edgelin-run: --(chat|system) needs .*\n$/);
+  }
+  const error = await run(process.execPath, [CLI, fused, "x", "--chat", ...options]).catch((failed) => failed);
+  assert.match(error.stderr, /^edgelin-run: the bundle has no chat template.*\n$/);
 });
