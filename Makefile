@@ -68,6 +68,8 @@ test-web: $(WEB)/dist $(CHROMIUM)
 bench-web: $(VENV)/.installed-export $(WEB)/dist $(CHROMIUM)
 	$(BIN)/python benchmarks/web/model.py build/bench-web
 	CHROMIUM=$(CHROMIUM) $(FIRST) node benchmarks/web/decode.mjs build/bench-web
+	$(BIN)/python benchmarks/web/products.py build/products
+	$(FIRST) node benchmarks/web/products.mjs build/products
 
 bench-runtimes: $(VENV)/.installed-export $(WEB)/dist $(CHROMIUM)
 	test -d build/bench-runtimes || $(BIN)/edgelin export examples/demo/checkpoint \

@@ -45,7 +45,7 @@ try {
   for (const [name, [, ...found]] of Object.entries(speeds)) {
     found.sort((a, b) => a - b);
     const [median, best] = [found[found.length >> 1], found.at(-1)].map((speed) => speed.toFixed(0));
-    console.log(`${name.padEnd(38)}best ${best.padStart(4)}, median ${median.padStart(4)} tokens/s`);
+    console.log(`${name.padEnd(42)}best ${best.padStart(4)}, median ${median.padStart(4)} tokens/s`);
   }
 } finally {
   await browser.close();
