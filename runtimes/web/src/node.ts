@@ -25,6 +25,7 @@ export interface LoadOptions {
 
 /** Open a bundle folder. */
 export async function load(folder: string, options: LoadOptions = {}): Promise<Bundle> {
+  if (typeof folder !== "string") throw new EdgelinError(`the bundle is ${String(folder)}; give the path of its folder`);
   const { threads = 0 } = options;
   const most = 8 * cpus().length;
   if (!Number.isInteger(threads) || threads < 0 || threads > most) {

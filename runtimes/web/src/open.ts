@@ -31,7 +31,7 @@ export async function open(ort: Ort, files: Files, { device, variant, options, o
   const { node, web, common } = ort.env.versions;
   checkVersion(manifest, (device === "cpu" ? node : web) ?? common, files.where);
   const name = variant(manifest);
-  const graph = manifest.variants[name];
+  const graph = Object.hasOwn(manifest.variants, name) ? manifest.variants[name] : undefined;
   if (!graph) throw new EdgelinError(`${files.where} has no variant ${name}; it has: ${Object.keys(manifest.variants).join(", ")}`);
   const contents = await readAll(files, graph.files, onProgress);
   const optional = new Set([manifest.num_logits_to_keep, manifest.lengths ?? ""]);

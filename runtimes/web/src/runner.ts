@@ -33,6 +33,9 @@ export interface Opened {
 /** Steps of a call: a row for each stream, of token ids or of feature vectors. */
 export type Rows = readonly (readonly number[] | readonly (readonly number[])[])[];
 
+/** Steps of a stream: token ids, or feature vectors; arrays of numbers of any type. */
+export type Steps = ArrayLike<number> | readonly ArrayLike<number>[];
+
 export interface CallOptions {
   /** How many last answers of every row to give; 0 is all; 1. */
   keep?: number;
@@ -90,6 +93,7 @@ export class Bundle {
 
   /** States before the first step. */
   initialStates(batch: number): Tensor[] {
+    if (!Number.isSafeInteger(batch) || batch < 1) throw new EdgelinError(`a batch of ${batch} rows is not possible; give 1 or more`);
     return this.manifest.states.map((spec) => {
       const shape = stateShape(spec, batch, 0);
       const size = shape.reduce((product, axis) => product * axis, 1);
@@ -107,12 +111,18 @@ export class Bundle {
   /** One call of the graph; the states that went in stay as they are. */
   async call(states: readonly Tensor[], rows: Rows, { keep = 1, lengths }: CallOptions = {}): Promise<{ outputs: Tensor; states: Tensor[] }> {
     const { manifest } = this;
+    if (!Number.isSafeInteger(keep) || keep < 0) throw new EdgelinError(`keep is ${keep}; 0 (all) or more is allowed`);
+    if (states.length !== manifest.states.length) throw new EdgelinError(`a call takes ${manifest.states.length} states; ${states.length} were given`);
     const feeds: Record<string, Tensor> = {
       [manifest.input.name]: this.#steps(rows),
       [manifest.num_logits_to_keep]: this.tensor(BigInt64Array.of(BigInt(keep)), []),
     };
     if (manifest.lengths) {
-      const found = lengths ?? rows.map((row) => row.length);
+      const time = rows[0]?.length ?? 0;
+      const found = lengths ?? rows.map(() => time);
+      if (found.length !== rows.length || !found.every((length) => Number.isSafeInteger(length) && length >= 0 && length <= time)) {
+        throw new EdgelinError(`lengths are ${found}; one for each of ${rows.length} rows is needed, 0 .. ${time}`);
+      }
       feeds[manifest.lengths] = this.tensor(BigInt64Array.from(found, BigInt), [rows.length]);
     } else if (lengths) throw new EdgelinError("the bundle takes no lengths; export it with --streams");
     manifest.states.forEach((spec, i) => (feeds[spec.input] = states[i]!));
@@ -133,7 +143,8 @@ export class Bundle {
   async stream({ capsule = this.manifest.default_capsule ?? "none" }: { capsule?: string } = {}): Promise<Stream> {
     const stream = new Stream(this);
     if (capsule !== "none") {
-      const record = this.manifest.capsules?.[capsule];
+      const { capsules = {} } = this.manifest;
+      const record = Object.hasOwn(capsules, capsule) ? capsules[capsule] : undefined;
       if (!record) throw new EdgelinError(`${this.#files.where} has no capsule ${capsule}`);
       stream.begin(await stateFile.read(await this.file(record.file, record), record.file), record.file);
     }
@@ -166,14 +177,15 @@ export class Bundle {
       throw new EdgelinError(`a call needs rows of one length, 1 .. ${limit}; they have ${rows.map((row) => row.length)}`);
     }
     const size = featureSize(manifest);
-    const flat = (rows as unknown as number[][][]).flat(size === null ? 1 : 2) as unknown as number[];
     if (size === null) {
+      const flat = rows.flat() as number[];
       const bad = flat.find((id) => !Number.isInteger(id) || id < 0 || id >= manifest.input.vocab_size!);
       if (bad !== undefined) throw new EdgelinError(`token id ${bad} is out of range; the model knows 0 .. ${manifest.input.vocab_size! - 1}`);
       return this.tensor(BigInt64Array.from(flat, BigInt), [rows.length, time]);
     }
-    const data = Float32Array.from(flat);
-    if (data.length !== rows.length * time * size) throw new EdgelinError(`a step has ${size} features`);
+    const steps = rows.flat() as ArrayLike<number>[];
+    if (!steps.every((step) => step?.length === size)) throw new EdgelinError(`a step has ${size} features`);
+    const data = Float32Array.from(steps.flatMap((step) => Array.from(step)));
     if (!data.every(Number.isFinite)) throw new EdgelinError("a feature is not finite; leave the step out");
     return this.tensor(data, [rows.length, time, size]);
   }
@@ -222,7 +234,7 @@ export class Stream {
    * Read token ids, or feature vectors; long inputs are cut into calls. If one fails, nothing changes.
    * Gives the last answer, or with `all` the answers of all steps, one after the other.
    */
-  async feed(steps: readonly number[] | readonly (readonly number[])[], { all = false } = {}): Promise<Float32Array> {
+  async feed(steps: Steps, { all = false } = {}): Promise<Float32Array> {
     return this.#alone(() => this.#feed(steps, all));
   }
 
@@ -342,13 +354,15 @@ export class Stream {
     [this.#states, this.#lent] = [states, false];
   }
 
-  async #feed(steps: readonly number[] | readonly (readonly number[])[], all: boolean): Promise<Float32Array> {
+  async #feed(given: Steps, all: boolean): Promise<Float32Array> {
     const { manifest } = this.#bundle;
+    if (typeof given !== "object" || !(Symbol.iterator in (given ?? {}))) throw new EdgelinError("steps are no list; give token ids, or a list of numbers for every step");
+    const steps = [...(given as readonly number[])];
     if (steps.length === 0) throw new EdgelinError("there is nothing to read; give one step or more");
     const [size, answers] = [outputSize(manifest), new Float32Array(all ? steps.length * outputSize(manifest) : 0)];
     let [states, outputs] = [this.#states, this.#outputs];
     for (let at = 0; at < steps.length; at += manifest.chunk) {
-      const piece = steps.slice(at, at + manifest.chunk) as number[];
+      const piece = steps.slice(at, at + manifest.chunk);
       const found = await this.#bundle.call(states, [piece], { keep: all ? 0 : 1 });
       const data = found.outputs.data as Float32Array;
       if (all) answers.set(data, at * size);
@@ -364,7 +378,7 @@ export class Stream {
     this.#take(states);
     this.#outputs = outputs;
     this.#position += steps.length;
-    if (manifest.tokenizer) this.#recent = [...this.#recent, ...(steps as number[])].slice(-WINDOW);
+    if (manifest.tokenizer) this.#recent = [...this.#recent, ...steps].slice(-WINDOW);
     return all ? answers : outputs!;
   }
 

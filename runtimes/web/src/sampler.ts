@@ -48,6 +48,9 @@ export function settings(given: Sampling): Settings {
   const {
     maxTokens = 256, temperature = 0.8, topK = 40, topP = 0.95, minP = 0, repetitionPenalty = 1, seed = drawn, stop = [],
   } = given;
+  const names = ["maxTokens", "temperature", "topK", "topP", "minP", "repetitionPenalty", "seed", "stop"];
+  const unknown = Object.keys(given).find((name) => !names.includes(name));
+  if (unknown !== undefined) throw new EdgelinError(`there is no setting ${unknown}; there are: ${names.join(", ")}`);
   const whole = (value: number): boolean => Number.isSafeInteger(value) && value >= 0;
   need(whole(maxTokens), "maxTokens", "a whole number, 0 or more,");
   need(whole(topK), "topK", "a whole number, 0 (off) or more,");

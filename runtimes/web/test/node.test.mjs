@@ -49,6 +49,42 @@ test("the answers of all steps are those of single steps", async () => {
   await assert.rejects(stream.feed([[1, 2, 3]]), /5 features/);
 });
 
+test("odd arguments are refused, and the stream stands where it stood", async () => {
+  const bundle = await load(join(GOLDEN, "streams", "bundle"), { threads: 1 });
+  const [states, rows] = [bundle.initialStates(3), [[1, 2, 3], [4, 5, 6], [7, 8, 9]]];
+  for (const lengths of [[4, 0, 0], [-1, 0, 0], [1.5, 0, 0], [1, 2], [1, 2, 3, 3]]) {
+    await assert.rejects(bundle.call(states, rows, { lengths }), /lengths are .*; one for each of 3 rows is needed, 0 \.\. 3/);
+  }
+  for (const keep of [-1, 1.5]) await assert.rejects(bundle.call(states, rows, { keep }), /keep is/);
+  await assert.rejects(bundle.call(states.slice(1), rows), /a call takes 4 states; 3 were given/);
+  await assert.rejects(bundle.call(states, [[1], [1, 2], [3]]), /rows of one length/);
+  for (const batch of [-1, 0, 1.5]) assert.throws(() => bundle.initialStates(batch), EdgelinError);
+  await assert.rejects(bundle.stream({ capsule: "toString" }), /no capsule toString/);
+  await assert.rejects(load(fused, { variant: "toString" }), /no variant toString/);
+  await assert.rejects(load(undefined), /the bundle is undefined/);
+
+  const stream = await bundle.stream();
+  const wanted = [...(await stream.feed(Int32Array.of(1, 2)))];
+  for (const steps of ["ab", [-1], [1.5], ["1"], [[1]], [300]]) await assert.rejects(stream.feed(steps), /out of range|no list/, String(steps));
+  for (const steps of [null, undefined, 5]) await assert.rejects(stream.feed(steps), /steps are no list/);
+  await assert.rejects(stream.feed([]), /nothing to read/);
+  for (const sampling of [{ maxtokens: 3 }, { topK: -1 }, { topP: 0 }, { seed: 1.5 }, { stop: "" }, { temperature: NaN }]) {
+    await assert.rejects(stream.generate("a", sampling).next(), EdgelinError, JSON.stringify(sampling));
+  }
+  await assert.rejects(stream.generate(5).next(), EdgelinError);
+  await assert.rejects(stream.generate("a\ud800").next(), /not valid Unicode/);
+  for (const bytes of [null, "abc", new ArrayBuffer(10)]) await assert.rejects(stream.load(bytes), /damaged or no state file/);
+  assert.equal(stream.position, 2);
+  assert.deepEqual([...stream.outputs], wanted);
+
+  const features = await (await load(join(GOLDEN, "features", "bundle"))).stream();
+  for (const steps of [[1, 2], [[1, 2, 3, 4]], [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]], [["a", 2, 3, 4, 5]], [[1e39, 2, 3, 4, 5]], [null]]) {
+    await assert.rejects(features.feed(steps), /5 features|not finite/, JSON.stringify(steps));
+  }
+  assert.equal(features.position, 0);
+  await features.feed([Float32Array.of(1, 2, 3, 4, 5)]);
+});
+
 test("two calls at a time are refused", async () => {
   const stream = await (await load(fused, { variant: "model" })).stream();
   const first = stream.feed([1]);
