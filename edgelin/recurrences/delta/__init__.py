@@ -129,8 +129,9 @@ def _allocate(
     """Memory for what is kept."""
     if v.is_cuda and _by_key(g):
         from edgelin.recurrences.dplr import kernel as dplr_kernel
+        from edgelin.recurrences.dplr import kernel_inputs
 
-        tied = dplr_kernel.Inputs.prepare(q, k, v, g, state, beta=beta)
+        tied = kernel_inputs.Inputs.prepare(q, k, v, g, state, beta=beta)
         return dplr_kernel.allocate(tied).distinct()
     if v.is_cuda:
         from edgelin.recurrences.delta import kernel

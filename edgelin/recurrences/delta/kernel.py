@@ -32,6 +32,7 @@ from edgelin.recurrences.launches import Choice, Launch, cdiv, choose, planned, 
 C = tl.constexpr(CHUNK)
 FLOOR = tl.constexpr(MIN_LOG_DECAY)
 WARPS = ("num_warps", "num_stages")
+Sizes = tuple[int, int, int, int, int]  # B, T, H, K, V
 
 
 @triton.jit
@@ -257,42 +258,50 @@ def choice(kernel: str, shape: Shape) -> Choice:
     return choose(f"delta {gates}{kernel} {widths}{many if serial else ''}", rule)
 
 
-def launch_of(kernel: Any, name: str, shape: Shape, *scale: float) -> Launch:
-    """A launch of a kernel over chunks, blocks of value columns or both, as ``name`` asks for."""
-    chosen, rows = choice(name, shape), shape.batch * shape.heads
-    blocks, chunks = cdiv(shape.value, chosen["BV"]), cdiv(shape.time, CHUNK)
+def launch_of(
+    kernel: Any, name: str, sizes: Sizes, constants: dict[str, Any], *scale: float
+) -> Launch:
+    """A launch of a kernel over chunks, blocks of value columns or both, as its name asks for.
+
+    ``constants`` holds what kernels of one kind need together; each takes its own.
+    """
+    batch, time, heads, key, value = sizes
+    rows, chunks, blocks = batch * heads, cdiv(time, CHUNK), cdiv(value, constants["BV"])
     grid: tuple[int, ...] = (rows * chunks,)
     if name in ("states", "reverse"):
         grid = (rows, blocks)
     elif name in ("output", "local"):
         grid = (rows * chunks, blocks)
+    constants = {"K": key, "V": value, **constants}
+    own = {n: x for n, x in constants.items() if n in (*kernel.arg_names, *WARPS)}
+    return Launch(kernel, grid, *scale, time, heads, **own)
+
+
+def plan(kernel: Any, name: str, shape: Shape, *scale: float) -> Launch:
+    """A launch of a kernel of the delta rule."""
     constants = {
-        "K": shape.key,
-        "V": shape.value,
         "HAS_G": shape.has_g,
         # what decays are summed in
         "WIDE": tl.float64 if shape.full else tl.float32,
         # three products of bfloat16 parts are exact enough beside bfloat16 inputs
         "INVERSE": "ieee" if shape.full or not shape.on_gpu else "bf16x3",
-        **chosen,
     }
-    wanted = {n: x for n, x in constants.items() if n in (*kernel.arg_names, *WARPS)}
-    return Launch(kernel, grid, *scale, shape.time, shape.heads, **wanted)
+    return launch_of(kernel, name, shape[:5], {**constants, **choice(name, shape)}, *scale)
 
 
 @planned
 def _invert(shape: Shape) -> Launch:
-    return launch_of(invert_kernel, "invert", shape)
+    return plan(invert_kernel, "invert", shape)
 
 
 @planned
 def _states(shape: Shape) -> Launch:
-    return launch_of(states_kernel, "states", shape)
+    return plan(states_kernel, "states", shape)
 
 
 @planned
 def _output(shape: Shape, scale: float) -> Launch:
-    return launch_of(output_kernel, "output", shape, scale)
+    return plan(output_kernel, "output", shape, scale)
 
 
 class Carried(NamedTuple):

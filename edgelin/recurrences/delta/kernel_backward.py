@@ -37,7 +37,7 @@ from edgelin.recurrences.delta.kernel import (
     decay_matrix,
     decay_sums,
     factor,
-    launch_of,
+    plan,
     put_tile,
     state_cells,
     tile,
@@ -217,22 +217,22 @@ def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
 
 @planned
 def _local(shape: Shape, scale: float) -> Launch:
-    return launch_of(local_kernel, "local", shape, scale)
+    return plan(local_kernel, "local", shape, scale)
 
 
 @planned
 def _reverse(shape: Shape, scale: float) -> Launch:
-    return launch_of(reverse_kernel, "reverse", shape, scale)
+    return plan(reverse_kernel, "reverse", shape, scale)
 
 
 @planned
 def _scores(shape: Shape, scale: float) -> Launch:
-    return launch_of(scores_kernel, "scores", shape, scale)
+    return plan(scores_kernel, "scores", shape, scale)
 
 
 @planned
 def _keys(shape: Shape, scale: float) -> Launch:
-    return launch_of(keys_kernel, "keys", shape, scale)
+    return plan(keys_kernel, "keys", shape, scale)
 
 
 def backward(

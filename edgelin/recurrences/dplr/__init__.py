@@ -116,9 +116,10 @@ def _allocate(
     """Memory for what is kept."""
     if not v.is_cuda:
         return []
-    from edgelin.recurrences.dplr import kernel
+    from edgelin.recurrences.dplr import kernel, kernel_inputs
 
-    return kernel.allocate(kernel.Inputs.prepare(q, k, v, g, state, pair=(a, b))).distinct()
+    made = kernel_inputs.Inputs.prepare(q, k, v, g, state, pair=(a, b))
+    return kernel.allocate(made).distinct()
 
 
 def _backward(

@@ -37,7 +37,7 @@ arXiv:2503.14456, equation 16, and of Kimi Team 2025, "Kimi Linear", arXiv:2510.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,7 +45,13 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK
-from edgelin.recurrences.delta.kernel import C, chunk_rows, put_tile, state_cells, tile
+from edgelin.recurrences.delta.kernel import (
+    C,
+    chunk_rows,
+    put_tile,
+    state_cells,
+    tile,
+)
 from edgelin.recurrences.delta.kernel_inverse import unit_lower_inverse
 from edgelin.recurrences.dplr.kernel_decays import (
     far_products,
@@ -53,7 +59,8 @@ from edgelin.recurrences.dplr.kernel_decays import (
     near_products,
     times,
 )
-from edgelin.recurrences.launches import Choice, choose
+from edgelin.recurrences.dplr.kernel_inputs import Inputs, Shape, plan
+from edgelin.recurrences.launches import Launch, cdiv, planned
 from edgelin.recurrences.linear.kernel_decays import (
     REACH,
     SHORT_REACH,
@@ -225,72 +232,19 @@ def output_kernel(v, m_qb, m_qk, q_in, states, reads, o, scale, T, H,
     put_tile(o, scale * out, row, valid, v_start, V, BV)
 
 
-class Inputs(NamedTuple):
-    """Contiguous inputs, all but beta, the decay and the state in the dtype of the values."""
+@planned
+def _pairs(shape: Shape, far: bool) -> Launch:
+    return plan(pairs_kernel, "pairs", shape, far=far)
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    a: Tensor
-    b: Tensor
-    beta: Tensor
-    g: Tensor
-    state: Tensor
-    tied: bool
 
-    @classmethod
-    def prepare(
-        cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor,
-        *, pair: tuple[Tensor, Tensor] | None = None, beta: Tensor | None = None,
-    ) -> Inputs:  # fmt: skip
-        """Bring arguments into the form that the kernels take: ``pair`` is a and b, or beta."""
-        q, k, v = (x.to(v.dtype).contiguous() for x in (q, k, v))
-        a, b = (x.to(v.dtype).contiguous() for x in pair) if pair else (k, k)
-        beta = q if beta is None else beta.contiguous()
-        return cls(q, k, v, a, b, beta, g.contiguous(), state.contiguous(), pair is None)
+@planned
+def _states(shape: Shape) -> Launch:
+    return plan(states_kernel, "states", shape)
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """K and V."""
-        return self.k.shape[-1], self.v.shape[-1]
 
-    def launch(self, kernel: str) -> Choice:
-        """Blocks of keys and values (BK, BV) and warps of a kernel.
-
-        In bfloat16 no tile is narrower than one of the tensor cores, 64; without tensor cores a dot
-        keeps both operands in registers.
-        """
-        key, value = self.sizes
-        batch, _, heads, _ = self.v.shape
-        full = self.v.dtype == torch.float32
-        least, part = (16, 32) if full else (64, 64)
-        whole = max(least, triton.next_power_of_2(key))
-        width = max(least, triton.next_power_of_2(value))
-        serial = kernel in ("states", "reverse")
-        rule = {
-            "BK": whole if serial else min(whole, part),
-            "BV": min(width, part if not (full and serial) else 16 if whole > 64 else 32),
-            "num_warps": 4 if serial and not full else 8,
-            "num_stages": 2 if serial and not full else 1,
-        }
-        if full:
-            return rule
-        few = " few" if serial and batch * heads < 64 else ""  # rows passed through in parallel
-        return choose(f"{'kda' if self.tied else 'dplr'} {kernel} {key}x{value}{few}", rule)
-
-    @property
-    def masks(self) -> dict[str, Any]:
-        """Dtype of the masks that sum decays, and parts of these.
-
-        Triton's interpreter multiplies bfloat16 wrongly: on the CPU masks are float32.
-        """
-        parts = 3 if self.v.dtype == torch.float32 else 2
-        return {"PT": tl.bfloat16 if self.v.is_cuda else tl.float32, "PARTS": parts}
-
-    @property
-    def inverse_precision(self) -> str:
-        """Three products of bfloat16 parts are exact enough beside bfloat16 inputs."""
-        return "ieee" if self.v.dtype == torch.float32 or not self.v.is_cuda else "bf16x3"
+@planned
+def _output(shape: Shape, scale: float) -> Launch:
+    return plan(output_kernel, "output", shape, scale)
 
 
 class Carried(NamedTuple):
@@ -324,14 +278,14 @@ class Carried(NamedTuple):
 
 def allocate(x: Inputs) -> Carried:
     """Memory for it."""
-    batch, time, heads, width = x.v.shape
-    key, chunks = x.k.shape[-1], triton.cdiv(time, CHUNK)
-    inverse, m_qb = (x.v.new_empty(batch, time, heads, CHUNK) for _ in range(2))
-    n_ak, m_qk = (m_qb if x.tied else torch.empty_like(m_qb) for _ in range(2))
+    batch, time, heads, key, value, tied = x.shape[:6]
+    chunks = cdiv(time, CHUNK)
+    inverse, m_qb = (x.v.new_empty((batch, time, heads, CHUNK)) for _ in range(2))
+    n_ak, m_qk = (m_qb if tied else torch.empty_like(m_qb) for _ in range(2))
     w, q_in, b_out = (torch.empty_like(x.k) for _ in range(3))
-    k_out = b_out if x.tied else torch.empty_like(x.k)
-    total = x.g.new_empty(batch, heads, chunks, key, dtype=torch.float32)
-    states = x.v.new_empty(batch, heads, chunks, key, width)
+    k_out = b_out if tied else torch.empty_like(x.k)
+    total = x.g.new_empty((batch, heads, chunks, key), dtype=torch.float32)
+    states = x.v.new_empty((batch, heads, chunks, key, value))
     far = x.g.new_empty(batch * heads * chunks, dtype=torch.int32)
     reads = torch.empty_like(x.v)
     return Carried(far, inverse, n_ak, m_qb, m_qk, w, q_in, b_out, k_out, total, states, reads)
@@ -339,37 +293,26 @@ def allocate(x: Inputs) -> Carried:
 
 def carry(x: Inputs) -> tuple[Carried, Tensor]:
     """Run ``pairs`` and ``states``; also the last state `[B, H, K, V]`."""
-    batch, time, heads, width = x.v.shape
-    key, chunks = x.k.shape[-1], triton.cdiv(time, CHUNK)
     made, final = allocate(x), torch.empty_like(x.state)
-    for is_far in (False, True):
-        pairs_kernel[(batch * heads * chunks,)](
+    for far in (False, True):
+        _pairs(x.shape, far)(
             x.q, x.k, x.v, x.a, x.b, x.beta, x.g, made.far, made.inverse, made.n_ak, made.m_qb,
-            made.m_qk, made.w, made.reads, made.q_in, made.b_out, made.k_out, made.total, time,
-            heads, K=key, V=width, TIED=x.tied, FAR=is_far, INVERSE=x.inverse_precision, **x.masks,
-            **x.launch("pairs"),
+            made.m_qk, made.w, made.reads, made.q_in, made.b_out, made.k_out, made.total,
         )  # fmt: skip
-    launch = x.launch("states")
     # z takes the place of U
-    states_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
+    _states(x.shape)(
         x.v, made.w, made.reads, made.b_out, made.k_out, made.total, x.state, made.states,
-        made.reads, final, time, heads, K=key, V=width, TIED=x.tied, **launch,
+        made.reads, final,
     )  # fmt: skip
     return made, final
 
 
 def outputs(x: Inputs, scale: float) -> tuple[Tensor, Tensor, Carried]:
     """All kernels."""
-    with torch.cuda.device_of(x.v):
-        carried, final = carry(x)
-        batch, time, heads, width = x.v.shape
-        o, launch = torch.empty_like(x.v), x.launch("output")
-        grid = (batch * heads * triton.cdiv(time, CHUNK), triton.cdiv(width, launch["BV"]))
-        output_kernel[grid](
-            x.v, carried.m_qb, carried.m_qk, carried.q_in, carried.states, carried.reads, o,
-            scale, time, heads, K=x.k.shape[-1], V=width, TIED=x.tied, **launch,
-        )  # fmt: skip
-    return o, final, carried
+    made, final = carry(x)
+    o = torch.empty_like(x.v)
+    _output(x.shape, scale)(x.v, made.m_qb, made.m_qk, made.q_in, made.states, made.reads, o)
+    return o, final, made
 
 
 def forward(

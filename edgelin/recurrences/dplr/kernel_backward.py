@@ -28,9 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import FLOOR, C, chunk_rows, put_tile, state_cells, tile
-from edgelin.recurrences.dplr.kernel import Carried, Inputs, carry, load_rows, total_decay
+from edgelin.recurrences.dplr.kernel import Carried, carry, load_rows, total_decay
 from edgelin.recurrences.dplr.kernel_decays import log_decays, times
 from edgelin.recurrences.dplr.kernel_gradients import (
     far_left,
@@ -40,6 +39,8 @@ from edgelin.recurrences.dplr.kernel_gradients import (
     near_right,
     right_terms,
 )
+from edgelin.recurrences.dplr.kernel_inputs import Inputs, Shape, plan
+from edgelin.recurrences.launches import Launch, planned
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -202,57 +203,58 @@ def right_kernel(q, k, v, a, b, beta, g, far, reads, dstates, dn_ab, dn_ak, dm_q
         tl.store(dbeta + row, strengths, mask=valid)
 
 
-def _reverse(
-    x: Inputs, carried: Carried, scale: float, do: Tensor, dfinal: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernel ``reverse``: dz, dS' of each chunk, and dS before the first."""
-    batch, time, heads, width = x.v.shape
-    launch = x.launch("reverse")
-    dz = torch.empty_like(x.v)
-    dstates, dstate = torch.empty_like(carried.states), torch.empty_like(x.state)
-    reverse_kernel[(batch * heads, triton.cdiv(width, launch["BV"]))](
-        carried.m_qb, carried.q_in, carried.w, carried.b_out, carried.total,
-        do, dfinal, dstates, dz, dstate, scale, time, heads,
-        K=x.k.shape[-1], V=width, **launch,
-    )  # fmt: skip
-    return dz, dstates, dstate
+@planned
+def _reverse(shape: Shape, scale: float) -> Launch:
+    return plan(reverse_kernel, "reverse", shape, scale)
+
+
+@planned
+def _scores(shape: Shape, scale: float) -> Launch:
+    return plan(scores_kernel, "scores", shape, scale)
+
+
+@planned
+def _left(shape: Shape, scale: float, far: bool) -> Launch:
+    return plan(left_kernel, "left", shape, scale, far=far)
+
+
+@planned
+def _right(shape: Shape, far: bool) -> Launch:
+    return plan(right_kernel, "right", shape, far=far)
 
 
 def gradients(
-    x: Inputs, scale: float, do: Tensor, dstate: Tensor, carried: Carried | None
+    x: Inputs, scale: float, do: Tensor, dfinal: Tensor, carried: Carried | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, da, db, dbeta, dg and that of the state; tied: of da and db, none is wanted.
 
     ``carried`` comes from the forward pass; without it the first three launches run again.
     """
-    with torch.cuda.device_of(x.v):
-        carried = carried or carry(x)[0]
-        do, dstate = do.to(x.v.dtype).contiguous(), dstate.contiguous()
-        dz, dstates, dinitial = _reverse(x, carried, scale, do, dstate)
-        batch, time, heads, width = x.v.shape
-        dq, dk, dv, dg = (torch.empty_like(y) for y in (x.q, x.k, x.v, x.g))
-        da, db = torch.empty_like(x.a), dq if x.tied else torch.empty_like(x.b)
-        dbeta = torch.empty_like(x.beta) if x.tied else dq
-        grid = (batch * heads * triton.cdiv(time, CHUNK),)
-        sizes = {"K": x.k.shape[-1], "V": width, "TIED": x.tied}
-        dn_ab, dm_qb = (torch.empty_like(carried.m_qb) for _ in range(2))
-        dn_ak, dm_qk = (dn_ab if x.tied else torch.empty_like(dn_ab) for _ in range(2))
-        matrices = (dn_ab, dn_ak, dm_qb, dm_qk)
-        scores_kernel[grid](
-            x.v, carried.inverse, carried.n_ak, carried.m_qk, carried.k_out, carried.reads, dstates,
-            do, dz, dv, *matrices, scale, time, heads, **sizes, **x.launch("scores"),
+    made, tied = carried or carry(x)[0], x.shape.tied
+    do, dfinal = do.to(x.v.dtype).contiguous(), dfinal.contiguous()
+    dz, dstates, dinitial = (torch.empty_like(y) for y in (x.v, made.states, x.state))
+    _reverse(x.shape, scale)(
+        made.m_qb, made.q_in, made.w, made.b_out, made.total, do, dfinal, dstates, dz, dinitial
+    )
+    dq, dk, dv, dg = (torch.empty_like(y) for y in (x.q, x.k, x.v, x.g))
+    da, db = torch.empty_like(x.a), dq if tied else torch.empty_like(x.b)
+    dbeta = torch.empty_like(x.beta) if tied else dq
+    dn_ab, dm_qb = (torch.empty_like(made.m_qb) for _ in range(2))
+    dn_ak, dm_qk = (dn_ab if tied else torch.empty_like(dn_ab) for _ in range(2))
+    matrices = (dn_ab, dn_ak, dm_qb, dm_qk)
+    _scores(x.shape, scale)(
+        x.v, made.inverse, made.n_ak, made.m_qk, made.k_out, made.reads, dstates, do, dz, dv,
+        *matrices,
+    )  # fmt: skip
+    for far in (False, True):
+        _left(x.shape, scale, far)(
+            x.q, x.k, x.a, x.b, x.beta, x.g, made.far, made.states, dstates, do, dz, *matrices,
+            dq, da, dg,
         )  # fmt: skip
-        for far in (False, True):
-            left_kernel[grid](
-                x.q, x.k, x.a, x.b, x.beta, x.g, carried.far, carried.states, dstates, do, dz,
-                *matrices, dq, da, dg, scale, time, heads,
-                FAR=far, **sizes, **x.masks, **x.launch("left"),
-            )  # fmt: skip
-            right_kernel[grid](
-                x.q, x.k, x.v, x.a, x.b, x.beta, x.g, carried.far, carried.reads, dstates,
-                *matrices, da, dk, db, dbeta, dg, time, heads,
-                FAR=far, **sizes, **x.masks, **x.launch("right"),
-            )  # fmt: skip
+        _right(x.shape, far)(
+            x.q, x.k, x.v, x.a, x.b, x.beta, x.g, made.far, made.reads, dstates, *matrices,
+            da, dk, db, dbeta, dg,
+        )  # fmt: skip
     return dq, dk, dv, da, db, dbeta, dg, dinitial
 
 
