@@ -1219,6 +1219,22 @@ struct edgelin_stream {
   std::unique_ptr<Stream> it;
 };
 
+namespace {
+
+/// What a handle stands for; a foreign caller may have overlooked that the call before failed.
+template <typename Handle>
+auto& its(Handle* handle) {
+  if (handle == nullptr) refuse("no bundle or stream was given; see why it could not be opened");
+  return handle->it;
+}
+
+fs::path path_of(const char* path) {
+  if (path == nullptr || *path == 0) refuse("no path was given");
+  return fs::u8path(path);
+}
+
+}  // namespace
+
 const char* edgelin_last_error(void) { return last_error.c_str(); }
 
 edgelin_bundle* edgelin_load(const char* folder, const edgelin_options* options) {
@@ -1231,73 +1247,79 @@ edgelin_bundle* edgelin_load(const char* folder, const edgelin_options* options)
 void edgelin_unload(edgelin_bundle* bundle) { delete bundle; }
 
 const char* edgelin_manifest(const edgelin_bundle* bundle) {
-  return bundle->it->manifest.text.c_str();
+  return guarded<const char*>(nullptr, [&] { return its(bundle)->manifest.text.c_str(); });
 }
 
-const char* edgelin_variant(const edgelin_bundle* bundle) { return bundle->it->variant.c_str(); }
+const char* edgelin_variant(const edgelin_bundle* bundle) {
+  return guarded<const char*>(nullptr, [&] { return its(bundle)->variant.c_str(); });
+}
 
 size_t edgelin_output_size(const edgelin_bundle* bundle) {
-  return static_cast<size_t>(bundle->it->manifest.output_size);
+  return guarded<size_t>(0, [&] { return its(bundle)->manifest.output_size; });
 }
 
 size_t edgelin_feature_size(const edgelin_bundle* bundle) {
-  return static_cast<size_t>(bundle->it->manifest.feature_size);
+  return guarded<size_t>(0, [&] { return its(bundle)->manifest.feature_size; });
 }
 
 int edgelin_is_end(const edgelin_bundle* bundle, int64_t token) {
-  return bundle->it->manifest.ends.count(token) > 0 ? 1 : 0;
+  return guarded(0, [&] { return its(bundle)->manifest.ends.count(token) > 0 ? 1 : 0; });
 }
 
 edgelin_stream* edgelin_open(edgelin_bundle* bundle, size_t rows, const char* capsule) {
   return guarded<edgelin_stream*>(
-      nullptr, [&] { return new edgelin_stream{open(bundle->it, rows, capsule)}; });
+      nullptr, [&] { return new edgelin_stream{open(its(bundle), rows, capsule)}; });
 }
 
 edgelin_stream* edgelin_fork(const edgelin_stream* stream) {
-  return guarded<edgelin_stream*>(nullptr, [&] { return new edgelin_stream{stream->it->fork()}; });
+  return guarded<edgelin_stream*>(nullptr, [&] { return new edgelin_stream{its(stream)->fork()}; });
 }
 
 void edgelin_close(edgelin_stream* stream) { delete stream; }
 
 int edgelin_reset(edgelin_stream* stream) {
-  return guarded(-1, [&] { return stream->it->reset(), 0; });
+  return guarded(-1, [&] { return its(stream)->reset(), 0; });
 }
 
 int edgelin_feed(edgelin_stream* stream, const int64_t* ids, size_t time, const int64_t* lengths,
                  float* all) {
-  return guarded(-1, [&] { return stream->it->feed(ids, false, time, lengths, all), 0; });
+  return guarded(-1, [&] { return its(stream)->feed(ids, false, time, lengths, all), 0; });
 }
 
 int edgelin_feed_features(edgelin_stream* stream, const float* features, size_t time,
                           const int64_t* lengths, float* all) {
-  return guarded(-1, [&] { return stream->it->feed(features, true, time, lengths, all), 0; });
+  return guarded(-1, [&] { return its(stream)->feed(features, true, time, lengths, all), 0; });
 }
 
-const float* edgelin_outputs(const edgelin_stream* stream) { return stream->it->outputs(); }
+const float* edgelin_outputs(const edgelin_stream* stream) {
+  return guarded<const float*>(nullptr, [&] { return its(stream)->outputs(); });
+}
 
 int64_t edgelin_position(const edgelin_stream* stream, size_t row) {
-  return guarded<int64_t>(-1, [&] { return stream->it->position(row); });
+  return guarded<int64_t>(-1, [&] { return its(stream)->position(row); });
 }
 
 int64_t edgelin_choose(const edgelin_stream* stream, size_t row, const edgelin_sampling* sampling) {
   return guarded<int64_t>(-1, [&] {
-    return stream->it->choose(row, sampling != nullptr ? *sampling : edgelin_sampling{});
+    return its(stream)->choose(row, sampling != nullptr ? *sampling : edgelin_sampling{});
   });
 }
 
-size_t edgelin_state_bytes(const edgelin_stream* stream) { return stream->it->state_bytes(); }
+size_t edgelin_state_bytes(const edgelin_stream* stream) {
+  return guarded<size_t>(0, [&] { return its(stream)->state_bytes(); });
+}
 
 int edgelin_state_save(const edgelin_stream* stream, const char* path) {
   return guarded(-1,
-                 [&] { return write_file(fs::u8path(path), state_text(stream->it->saved())), 0; });
+                 [&] { return write_file(path_of(path), state_text(its(stream)->saved())), 0; });
 }
 
 int edgelin_state_load(edgelin_stream* stream, const char* path) {
   return guarded(-1, [&] {
-    const Saved saved = read_state(fs::u8path(path));
-    restore(*stream->it, saved, fs::u8path(path));
+    const Saved saved = read_state(path_of(path));
+    restore(*its(stream), saved, path_of(path));
     const auto variant = saved.metadata.find("variant");
-    return variant != saved.metadata.end() && variant->second == stream->it->bundle().variant ? 0
+    return variant != saved.metadata.end() && variant->second == its(stream)->bundle().variant ? 0
                                                                                               : 1;
   });
 }

@@ -6,7 +6,8 @@
  *   int64_t token = edgelin_choose(stream, 0, NULL);      (the likeliest next token)
  *
  * A function that can fail returns NULL, -1 or a value below 0, and edgelin_last_error() then tells
- * in one line what was given, what is allowed and what to do. Strings are UTF-8, arrays are dense and
+ * in one line what was given, what is allowed and what to do. So does one that is given a NULL bundle
+ * or stream (or it returns 0). Strings are UTF-8, arrays are dense and
  * in row-major order. A bundle may be shared by threads; a stream is used by one thread at a time.
  * Streams keep their bundle alive, so that the two may be given back in any order.
  */

@@ -139,3 +139,29 @@ def test_header_is_plain_c() -> None:
     header = ROOT / "runtimes" / "cpp" / "edgelin.h"
     flags = ["-std=c99", "-pedantic-errors", "-Wall", "-Werror", "-fsyntax-only"]
     subprocess.run(["gcc", "-x", "c", *flags, header], check=True)
+
+
+def test_handles_of_failed_calls_are_refused(library: Any, bundle: int, tmp_path: Path) -> None:
+    """A caller that overlooked an error gets another one, not a crash."""
+    ids = np.array([1], np.int64)
+    assert library.edgelin_open(None, 1, None) is None
+    assert b"no bundle or stream was given" in library.edgelin_last_error()
+    for _ in range(2):  # an error does not spoil the next call
+        assert library.edgelin_feed(None, ids.ctypes.data, 1, None, None) == -1
+        assert library.edgelin_choose(None, 0, None) < 0
+        assert library.edgelin_state_save(None, os.fsencode(tmp_path / "a")) == -1
+        assert library.edgelin_state_load(None, os.fsencode(tmp_path / "a")) == -1
+        assert not library.edgelin_outputs(None)
+        assert library.edgelin_output_size(None) == 0
+    for rows in (0, 2**62):
+        assert library.edgelin_open(bundle, rows, None) is None
+    stream = library.edgelin_open(bundle, 1, None)
+    assert library.edgelin_feed(stream, None, 1, None, None) == -1
+    assert library.edgelin_feed(stream, ids.ctypes.data, 1, None, None) == 0
+    assert library.edgelin_state_save(stream, None) == -1
+    assert library.edgelin_state_load(stream, b"") == -1
+    assert b"no path" in library.edgelin_last_error()
+    assert library.edgelin_choose(stream, 1, None) < 0  # a row that is not there
+    library.edgelin_close(stream)
+    library.edgelin_close(None)
+    library.edgelin_unload(None)
