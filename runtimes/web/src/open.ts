@@ -47,7 +47,7 @@ export async function open(ort: Ort, files: Files, { device, variant, options, o
     const session = await ort.InferenceSession.create(model, { ...options, externalData, extra: { session: SESSION } });
     return new Bundle(manifest, name, { session, Tensor: ort.Tensor, device }, files);
   } catch (error) {
-    throw new DeviceError(`onnxruntime cannot load ${files.where}/${graph.file} (${device}): ${missingKernel(error) ?? oneLine(error)}`);
+    throw new DeviceError(`onnxruntime cannot load ${files.where}/${graph.file} (${device}): ${missingKernel(error) ?? missingWasm(error) ?? oneLine(error)}`);
   }
 }
 
@@ -64,6 +64,12 @@ function carries(onnx: Uint8Array, manifest: Manifest): boolean {
 function missingKernel(error: unknown): string | null {
   const found = /Provider type for (\w+) node with name '(\S*)' is not set|implementation for (\w+)\(\d+\) node with name '(\S*)'/.exec(String(error));
   return found && `it has no kernel for the types of ${found[1] ?? found[3]} ${found[2] ?? found[4]}`;
+}
+
+/** Where a page does not host onnxruntime's .wasm file, or gives no `wasmFolder`. */
+function missingWasm(error: unknown): string | null {
+  const missing = /fetching of the wasm failed|initWasm\(\)' failed/.test(String(error));
+  return missing ? "onnxruntime's .wasm file cannot be fetched; host it and give its folder as wasmFolder" : null;
 }
 
 /** The files of a variant, compared with their records. */

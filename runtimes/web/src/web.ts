@@ -40,7 +40,10 @@ export interface LoadOptions {
  * WebGPU cannot run it, WebAssembly does, with a warning; `bundle.device` says which it is.
  */
 export async function load(source: string | URL | Files | ReadonlyMap<string, Blob>, options: LoadOptions = {}): Promise<Bundle> {
-  const device = options.device ?? "wasm";
+  const { device = "wasm", selfTest: when = "first", threads = 1 } = options;
+  if (!Object.hasOwn(WASM, device)) throw new EdgelinError(`device is ${device}; "wasm" or "webgpu" is allowed`);
+  if (!["first", "always", "never"].includes(when)) throw new EdgelinError(`selfTest is ${when}; "first", "always" or "never" is allowed`);
+  if (!Number.isInteger(threads) || threads < 1) throw new EdgelinError(`threads is ${threads}; 1 or more is allowed`);
   try {
     return await loadOn(device, filesOf(source), options);
   } catch (error) {

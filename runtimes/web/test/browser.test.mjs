@@ -154,6 +154,18 @@ test("without an adapter WebAssembly runs what was meant for WebGPU; a damaged b
   await page.close();
 });
 
+test("options that are none, and a .wasm file that is not hosted, are told in one line", async () => {
+  const page = await open();
+  await page.waitForFunction(() => globalThis.edgelin);
+  const told = (options) =>
+    page.evaluate((options) => edgelin.load("/golden/fused/bundle", options).then(() => "loads", (error) => `${error}`), options);
+  for (const odd of [{ device: "cuda" }, { selfTest: "sometimes" }, { threads: -1 }, { threads: 1.5 }]) {
+    assert.match(await told({ wasmFolder: "/dist/", ...odd }), /^EdgelinError: (device|selfTest|threads) is .* allowed$/);
+  }
+  for (let again = 0; again < 2; again++) assert.match(await told({ wasmFolder: "/nope/" }), /give its folder as wasmFolder$/);
+  await page.close();
+});
+
 /** Write `tokens` tokens on the demo page, and give the whole text. */
 async function write(page, prompt, tokens) {
   await page.getByLabel("Tokens", { exact: true }).fill(String(tokens));
