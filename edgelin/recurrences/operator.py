@@ -18,7 +18,6 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from edgelin.recurrences.exporting import is_exporting
@@ -129,7 +128,9 @@ class Operator:
         ]
         kept = [] if self.allocate is None else [list(saved[self.tensors :])]
         given = (*inputs[: self.required], *ups, *inputs[self.required :], *kept)
-        found = (self._backward if _is_direct(given) else self.backward_op)(*given)
+        # The op refuses second derivatives, of which a graph is recorded here.
+        direct = not torch.is_grad_enabled() and _is_direct(given)
+        found = (self._backward if direct else self.backward_op)(*given)
         pairs = zip(inputs[: self.tensors], found, strict=True)
         return *(None if x is None else grad for x, grad in pairs), *[None] * len(ctx.numbers)
 
@@ -145,7 +146,7 @@ def _function(name: str, operator: Operator) -> Any:
 
     methods = {
         "forward": staticmethod(forward),
-        "backward": staticmethod(once_differentiable(operator._gradients)),
+        "backward": staticmethod(operator._gradients),
     }
     return type(f"edgelin_{name}", (torch.autograd.Function,), methods)
 
