@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 from edgelin.recurrences import delta, diagonal, dplr, linear
 from edgelin.recurrences.operator import Operator
 
-OPERATORS = [linear._linear, delta._delta, dplr._dplr, diagonal._diagonal]
+OPERATORS = [linear._linear, linear._normalized, delta._delta, dplr._dplr, diagonal._diagonal]
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BLOCKS = ("BX", "BY", "BT", "BK", "BV", "BN", "BD", "BLOCK", "S", "MODE")
@@ -97,9 +97,11 @@ def _both(operator: Operator) -> Callable[..., tuple[torch.Tensor, ...]]:
         fresh = (torch.empty(x.shape, dtype=x.dtype, device=x.device)
                  if isinstance(x, torch.Tensor) else x for x in inputs)  # fmt: skip
         inputs = tuple(fresh)
-        outputs: tuple[torch.Tensor, ...] = operator.run(*inputs)[:2]
+        made = operator.run(*inputs)
+        outputs: tuple[torch.Tensor, ...] = made[: len(operator.like)]
         ups = [torch.empty_like(y) for y in outputs]
-        kept: list[Any] = [] if operator.allocate is None else [[]]
+        read = [made[i] for i in operator.reads]
+        kept: list[Any] = [] if operator.allocate is None else [[*read, *made[-1]]]
         last = operator.required
         operator.run_backward(*inputs[:last], *ups, *inputs[last:], *kept)
         return outputs

@@ -37,6 +37,7 @@ class Operator:
             empty for None. It can't be differentiated again.
         outputs: For every output the input that has its shape and dtype, by name.
         allocate: Maps the inputs to tensors of the shapes of what is kept; None: nothing is.
+        reads: Places of outputs that ``backward`` goes on from, before the rest of what is kept.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Operator:
         backward: Run,
         outputs: Sequence[str],
         allocate: Callable[..., list[Tensor]] | None = None,
+        reads: Sequence[int] = (),
     ) -> None:
         given, hints = inspect.signature(forward).parameters, get_type_hints(forward)
-        self.run, self.run_backward, self.allocate = forward, backward, allocate
+        self.run, self.run_backward = forward, backward
+        self.allocate, self.reads = allocate, reads
         self.tensors = sum(hints[name] in (Tensor, Tensor | None) for name in given)
         self.required = sum(p.default is p.empty for p in given.values())
         self.like = [list(given).index(name) for name in outputs]
@@ -115,7 +118,8 @@ class Operator:
         """Keep the inputs, and what the kernels keep."""
         kept = [] if len(output) == len(self.like) else output[-1]
         ctx.numbers = inputs[self.tensors :]
-        ctx.save_for_backward(*inputs[: self.tensors], *kept)
+        read = [output[i] for i in self.reads]
+        ctx.save_for_backward(*inputs[: self.tensors], *read, *kept)
         ctx.set_materialize_grads(False)  # what is kept has no gradient, and zeros would be large
 
     def _gradients(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Segments of one chunk in the linear recurrence, so that short sequences have several."""
+    from edgelin.recurrences import launches
+    from edgelin.recurrences.linear import kernel_plan
+
+    monkeypatch.setattr(kernel_plan, "SEGMENT", 32)
+    launches.forget()
+    yield
+    launches.forget()
 
 
 @pytest.fixture

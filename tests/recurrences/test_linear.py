@@ -216,14 +216,6 @@ def run_kernel(inputs, scale, device):
     }
 
 
-@pytest.fixture
-def short_segments(monkeypatch):
-    """Segments of one chunk, so that short sequences have several."""
-    from edgelin.recurrences.linear import kernel
-
-    monkeypatch.setattr(kernel, "SEGMENT", 32)
-
-
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("time, batch, heads", [(1, 3, 1), (65, 3, 1), (130, 1, 2)])
 def test_kernel(time, batch, heads, decay, device, short_segments):

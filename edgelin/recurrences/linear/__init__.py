@@ -24,6 +24,7 @@ section 4 (bonus); Beck et al. 2024, "xLSTM", arXiv:2405.04517, equation 21 (flo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgelin.recurrences import packed, widths
+from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.linear import chunked, delayed
 from edgelin.recurrences.operator import Operator
@@ -92,6 +94,9 @@ def linear(
         o, after = _linear(q, k, v, g, state, scale, bonus is not None)
         return o, after
 
+    if normalizer is not None and cu_seqlens is None and _takes_column(q, k, v, g):
+        outputs = _normalized(q, k, v, g, state, normalizer, floor, scale, eps)
+        return outputs
     recur = partial(_within_widths, run)
     if cu_seqlens is not None:
         recur = partial(_packed, recur, cu_seqlens)
@@ -107,6 +112,12 @@ def linear(
     if floor is not None:
         sums = torch.maximum(sums.abs(), floor[..., None])
     return (o / (sums + eps)).to(v.dtype), state, z[..., 0]
+
+
+def _takes_column(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> bool:
+    """Whether kernels take the normaliser along with the rest."""
+    fits = k.shape[-1] <= widths.MOST_KEYS and not widths.needs_padding(k, v)
+    return q.is_cuda and fits and (g is None or g.dim() == 3) and not is_exporting()
 
 
 def _one_column(q: Tensor, k: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,4 +231,53 @@ def _chunked(
     return chunked.forward(q, k, v, g, state, scale, exclusive)
 
 
+def _normalized_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    normalizer: Tensor,
+    floor: Tensor | None,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """With the normaliser, on a GPU; it keeps n of :mod:`kernel_normalizer`."""
+    from edgelin.recurrences.linear import kernel_normalizer
+
+    return kernel_normalizer.forward(q, k, v, g, state, normalizer, floor, scale, eps)
+
+
+def _normalized_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    normalizer: Tensor,
+    floor: Tensor | None,
+    scale: float,
+    eps: float,
+    do: Tensor,
+    dstate: Tensor,
+    dnormalizer: Tensor,
+    kept: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g, state, normaliser and floor, empty for what is None."""
+    from edgelin.recurrences.linear import kernel_normalizer
+
+    return kernel_normalizer.backward(
+        q, k, v, g, state, normalizer, floor, scale, eps, do, dstate, dnormalizer, kept
+    )
+
+
+def _allocate(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    """Memory for n."""
+    return [torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)]
+
+
 _linear = Operator("linear", _forward, _backward, outputs=("v", "state"))
+_normalized = Operator(
+    "linear_normalized", _normalized_forward, _normalized_backward,
+    outputs=("v", "state", "normalizer"), allocate=_allocate, reads=(0,),
+)  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from edgelin.recurrences.launches import cdiv
 from edgelin.recurrences.linear import kernel
+from edgelin.recurrences.linear.kernel_plan import DK, DQ, DV, HEAD
 
 
 def backward(
@@ -44,18 +45,28 @@ def backward(
     Returns:
         dq, dk, dv, dg (float32; empty without g), and the gradient of the initial state.
     """
-    walk = kernel.walk((q, k, v, g), scale, do)
-    weights = _weights(walk)
-    before = walk.starts(kernel.DQ, state.contiguous())
-    after = walk.starts(kernel.DK, dstate.contiguous())
-    dq, final = walk.attend(kernel.DQ, before, weights)
-    ends = final if walk.plan.segments == 1 else before
-    dk, dinitial = walk.attend(kernel.DK, after, weights, ends)
-    dv, _ = walk.attend(kernel.DV, after, final=final)  # which the pass before has read
-    dg = q.new_empty(0, dtype=torch.float32) if weights is None else weights
-    if g is not None and g.dim() == 3:
-        dg = dg[0] if len(dg) == 1 else dg.sum(0)
+    dq, dk, dv, dg, dinitial = gradients(kernel.walk((q, k, v, g), scale, do), state, dstate)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dinitial
+
+
+def gradients(
+    walk: kernel.Walk,
+    state: Tensor,
+    dstate: Tensor,
+    columns: tuple[kernel.Column | None, kernel.Column | None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same by the passes of a walk; ``columns``: of dq and of dk."""
+    weights = _weights(walk)
+    before = walk.starts(DQ, state.contiguous())
+    after = walk.starts(DK, dstate.contiguous())
+    dq, final = walk.attend(DQ, before, weights, column=columns[0])
+    ends = final if walk.plan.segments == 1 else before
+    dk, dinitial = walk.attend(DK, after, weights, ends, column=columns[1])
+    dv, _ = walk.attend(DV, after, final=final)  # which the pass before has read
+    dg = dq.new_empty(0, dtype=torch.float32) if weights is None else weights
+    if walk.plan.shape.mode == HEAD:
+        dg = dg[0] if len(dg) == 1 else dg.sum(0)
+    return dq, dk, dv, dg, dinitial
 
 
 def _weights(walk: kernel.Walk) -> Tensor | None:
@@ -64,5 +75,5 @@ def _weights(walk: kernel.Walk) -> Tensor | None:
         return None
     shape = [*walk.g.shape]
     if walk.g.dim() == 3:
-        shape = [cdiv(walk.plan.shape.key, walk.plan.rule(kernel.DQ)["BLOCK"]), *shape]
+        shape = [cdiv(walk.plan.shape.key, walk.plan.rule(DQ)["BLOCK"]), *shape]
     return torch.empty(shape, dtype=torch.float32, device=walk.g.device)

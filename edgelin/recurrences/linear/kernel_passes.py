@@ -98,7 +98,7 @@ def _differences(sums, WIDE: tl.constexpr, REV: tl.constexpr):
 
 
 @triton.jit
-def _head_decays(g, token, o_t, live, H: tl.constexpr, REV: tl.constexpr, WIDE: tl.constexpr):
+def head_decays(g, token, o_t, live, H: tl.constexpr, REV: tl.constexpr, WIDE: tl.constexpr):
     """G `[BT]` of a head, factors of what a row reads and adds, and the decay of the whole."""
     steps = tl.maximum(tl.load(g + token + o_t * H, mask=live, other=0.0).to(tl.float32), FLOOR)
     sums = tl.cumsum(steps.to(WIDE), axis=0)
@@ -127,30 +127,47 @@ def _decay_gradient(p, weight, g, carry, live, H: tl.constexpr, REV: tl.constexp
 
 @triton.jit
 def _step(
-    b_a, b_x, b_y, state, seen, g, token, o_t, live,
+    b_a, b_x, b_y, extra, state, z, seen, g, token, o_t, live,
     H: tl.constexpr, MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr,
-    DT: tl.constexpr, WIDE: tl.constexpr,
+    NORM: tl.constexpr, DT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs `[BT, BX or BY]` of a chunk, and the state `[BX, BY]` after it."""
+    """Outputs `[BT, BX or BY]` of a chunk and of one more column of x `[BT]`, and the states
+    `[BX, BY]` and `[BY]` after it."""
+    sums = tl.zeros_like(extra)
     if INNER:
         acc = tl.dot(b_a, tl.trans(state.to(DT)), input_precision="ieee")
         scores = tl.dot(b_a, tl.trans(b_y), input_precision="ieee")
+        if NORM:
+            sums = tl.sum(b_a.to(tl.float32) * z[None, :], axis=1)
     else:
         acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
         scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
+        if NORM:  # the column is of ones and of ``extra``: dq has the latter on the side of a
+            acc += z[None, :] if REV else extra[:, None] * z[None, :]
+            scores += extra[None, :] if REV else extra[:, None]
     if MODE == HEAD:
-        sums, reads, adds, total = _head_decays(g, token, o_t, live, H, REV, WIDE)
+        exponents, reads, adds, total = head_decays(g, token, o_t, live, H, REV, WIDE)
         acc *= reads[:, None]
-        scores *= tl.exp(tl.where(seen, _differences(sums, WIDE, REV), float("-inf")))
-    scores = tl.where(seen, scores, 0.0).to(DT)
+        sums *= reads
+        scores *= tl.exp(tl.where(seen, _differences(exponents, WIDE, REV), float("-inf")))
+    scores = tl.where(seen, scores, 0.0)
+    if NORM and INNER:
+        sums += tl.sum(scores, axis=1)
+    scores = scores.to(DT)
     if INNER:
         acc = tl.dot(scores, b_x, acc, input_precision="ieee")
     else:
         acc = tl.dot(scores, b_y, acc, input_precision="ieee")
-    if MODE == HEAD:
-        b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
-        state *= total
-    return acc, tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee")
+    if MODE == HEAD or NORM:
+        added = b_y.to(tl.float32)
+        if MODE == HEAD:
+            added *= adds[:, None]
+            b_y = added.to(DT)
+            state *= total
+            z *= total
+        if NORM:
+            z += tl.sum(added * extra[:, None] if REV else added, axis=0)
+    return acc, sums, tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee"), z
 
 
 @triton.jit
@@ -188,14 +205,21 @@ def _key_gradients(
 
 @triton.jit
 def attend(
-    a, x, y, g, enter, leave, far, h, ends, out, final, m, w, T, chunks, h_scale, out_scale,
-    s_b, s_s, s_x, s_y, s_e, s_w,
+    a, x, y, g, enter, leave, far, h, ends, out, final, m, w,
+    column, h_z, ends_z, final_z, floor, T, chunks, h_scale, out_scale,
+    s_b, s_s, s_x, s_y, s_e, s_w, eps,
     H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
     MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr, WEIGH: tl.constexpr,
+    NORM: tl.constexpr, FLOORED: tl.constexpr,
     DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of one segment of one head, for one block of the output's width."""
+    """Outputs of one segment of one head, for one block of the output's width.
+
+    With NORM there is one more column of x, of ones, whose state is the normaliser z. The pass of
+    the output divides by what z gives and leaves it in ``column``; the other passes find its
+    gradient there.
+    """
     i_bh, i_s, i_o = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if MODE == KEY:
         if tl.load(far + i_bh * tl.num_programs(1) + i_s) != 0:
@@ -209,9 +233,16 @@ def attend(
     cells = i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
     cells += o_y[None, :] * s_y
     state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
+    z, extra = tl.zeros([BY], dtype=tl.float32), tl.zeros([BT], dtype=tl.float32)
     carry = tl.zeros([BY], dtype=tl.float32)
     if WEIGH and REV:
         carry = end_product(ends, s_e, cells, in_state, state, out_scale)
+    if NORM:  # the states of z lie as those of a column do, X times as close
+        p_z = (i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s) // X + o_y
+        z = tl.load(h_z + p_z, mask=o_y < Y, other=0.0).to(tl.float32) * h_scale
+        if WEIGH and REV:
+            end = tl.load(ends_z + s_e // X + p_z, mask=o_y < Y, other=0.0).to(tl.float32)
+            carry += end * z * out_scale
     if MODE == HEAD:
         carry = tl.sum(carry, axis=0)
     if MODE == KEY:
@@ -228,15 +259,26 @@ def attend(
             b_a = load_rows(a + shared * Y, o_t, o_y, live, HY, Y).to(DT)
         else:
             b_a = load_rows(a + token * X, o_t, o_x, live, H, X).to(DT)
-        acc, state = _step(
-            b_a, b_x, b_y, state, seen, g, token, o_t, live, H, MODE, INNER, REV, DT, WIDE
-        )
+        if NORM and not INNER:
+            extra = tl.load(column + token + o_t * H, mask=live, other=0.0)
+        acc, sums, state, z = _step(
+            b_a, b_x, b_y, extra, state, z, seen, g, token, o_t, live,
+            H, MODE, INNER, REV, NORM, DT, WIDE,
+        )  # fmt: skip
         if MODE == KEY:
             log_decay = _halves(leave, i_bh, n, o_y, T, Y, BT)
             if c + 1 < chunks:
                 log_decay += _halves(enter, i_bh, n - 1 if REV else n + 1, o_y, T, Y, BT)
             state *= tl.exp(log_decay)[None, :]
         acc = acc * out_scale
+        if NORM and INNER:
+            sums *= out_scale
+            if i_o == 0:
+                tl.store(column + token + o_t * H, sums, mask=live)
+            if FLOORED:
+                least = tl.load(floor + token + o_t * H, mask=live, other=0.0)
+                sums = tl.maximum(tl.abs(sums), least)
+            acc /= (sums + eps)[:, None]
         if WEIGH:
             weight = acc * load_rows(m + shared * Y, o_t, o_y, live, HY, Y).to(tl.float32)
             if MODE == HEAD:
@@ -254,6 +296,9 @@ def attend(
     if i_s == (0 if REV else tl.num_programs(1) - 1):
         p_final = final + i_bh.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
         tl.store(p_final, state * (out_scale if REV else 1.0), mask=in_state)
+        if NORM:
+            z *= out_scale if REV else 1.0
+            tl.store(final_z + i_bh * Y + o_y, z, mask=(o_y < Y) & ((not INNER) | (i_o == 0)))
 
 
 @triton.jit
@@ -284,7 +329,7 @@ def segment(
         b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
         b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
         if MODE == HEAD:
-            _, _, adds, whole = _head_decays(g, token, o_t, live, H, REV, WIDE)
+            _, _, adds, whole = head_decays(g, token, o_t, live, H, REV, WIDE)
             b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
             state *= whole
             decay *= whole

@@ -1,0 +1,187 @@
+"""Linear recurrence with its normaliser on a GPU: one more column of values, all ones.
+
+With z the state of that column, n_t = scale * z_t . q_t and o_t = numerator_t / d_t, where d is
+n + eps or, with a floor, max(|n|, floor) + eps (``linear``):
+
+    gradient of the numerator   do_t / d_t, which takes the place of do_t in all passes
+    gradient of n_t             dn_t = -do_t . o_t / d_t, times the sign of n_t where the floor is
+                                below it, 0 where it is not (that is the floor's then)
+
+dq and dk gain what the column gives, as any other: dn_t z_t, and the gradient of z summed backwards
+from dn_t q_t. The passes of ``kernel_passes.py`` take it along (NORM), in float32 throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from edgelin.recurrences.launches import Launch, cdiv, planned, power_of_2
+from edgelin.recurrences.linear import kernel
+from edgelin.recurrences.linear.kernel_backward import gradients
+from edgelin.recurrences.linear.kernel_decays import HEAD, load_rows
+from edgelin.recurrences.linear.kernel_passes import head_decays
+from edgelin.recurrences.linear.kernel_plan import DK, OUTPUT, Plan, whole_of
+
+
+@triton.jit
+def divide(
+    o, do, column, floor, shared, gradient, dfloor, T, eps,
+    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """Gradient through o = numerator / denominator, of rows of `[B * T * H, V]`: of the numerator
+    into ``shared``, of the sums in ``column`` (q . z) into ``gradient``, and of the floor."""
+    row, o_v = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, BV)
+    live = row < T
+    sums = tl.load(column + row, mask=live, other=1.0)
+    least = tl.load(floor + row, mask=live, other=0.0) if FLOORED else 0.0
+    below = sums
+    if FLOORED:
+        below = tl.maximum(tl.abs(sums), least)
+    below += eps
+    cells = row.to(tl.int64)[:, None] * V + o_v[None, :]
+    mask = live[:, None] & (o_v < V)[None, :]
+    up = tl.load(do + cells, mask=mask, other=0.0).to(tl.float32) / below[:, None]
+    tl.store(shared + cells, up.to(shared.dtype.element_ty), mask=mask)
+    down = -tl.sum(up * tl.load(o + cells, mask=mask, other=0.0).to(tl.float32), axis=1)
+    if FLOORED:
+        above = tl.abs(sums) > least
+        tl.store(dfloor + row, tl.where(above, 0.0, down), mask=live)
+        down = tl.where(above, tl.where(sums < 0, -down, down), 0.0)
+    tl.store(gradient + row, down, mask=live)
+
+
+@triton.jit
+def segment(
+    column, y, g, h, total, T, chunks,
+    H: tl.constexpr, HY: tl.constexpr, Y: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
+    MODE: tl.constexpr, REV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """What a segment adds to the state of the column, of ones or backwards ``column``, into ``h``
+    `[B*H, N + 1, Y]`, and by which factor ``total`` `[B*H, N, Y]` it multiplies it."""
+    i_bh, i_s = tl.program_id(0), tl.program_id(1)
+    b, i_h = i_bh // H, i_bh % H
+    o_t, o_y = tl.arange(0, BT), tl.arange(0, BY)
+    z, decay = tl.zeros([BY], dtype=tl.float32), tl.full([BY], 1.0, dtype=tl.float32)
+    for c in range(0, chunks):
+        n = i_s * chunks + (chunks - 1 - c if REV else c)
+        live = n * BT + o_t < T
+        token = (b.to(tl.int64) * T + n * BT) * H + i_h
+        shared = token if H == HY else token // H
+        rows = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(tl.float32)
+        if REV:
+            rows *= tl.load(column + token + o_t * H, mask=live, other=0.0)[:, None]
+        if MODE == HEAD:
+            _, _, adds, whole = head_decays(g, token, o_t, live, H, REV, WIDE)
+            rows *= adds[:, None]
+            z *= whole
+            decay *= whole
+        z += tl.sum(rows, axis=0)
+    segments = tl.num_programs(1)
+    tl.store(h + (i_bh.to(tl.int64) * (segments + 1) + i_s) * Y + o_y, z, mask=o_y < Y)
+    tl.store(total + (i_bh.to(tl.int64) * segments + i_s) * Y + o_y, decay, mask=o_y < Y)
+
+
+@planned
+def _segment(plan: Plan, reverse: bool) -> Launch:
+    """Of ``segment``."""
+    shape = plan.shape
+    return Launch(
+        segment, (plan.rows, plan.segments), shape.time, plan.chunks,
+        H=shape.heads, HY=shape.key_heads, Y=shape.key, BY=whole_of(shape.key),
+        BT=plan.block_t, MODE=shape.mode, REV=reverse, WIDE=plan.wide, num_warps=4,
+    )  # fmt: skip
+
+
+@planned
+def _divide(rows: int, width: int, eps: float, floored: bool) -> Launch:
+    """Of ``divide``."""
+    block_v = power_of_2(width)
+    block_t = max(1, 8192 // block_v)
+    return Launch(
+        divide, (cdiv(rows, block_t),), rows, eps,
+        V=width, BT=block_t, BV=block_v, FLOORED=floored, num_warps=4,
+    )  # fmt: skip
+
+
+def _starts(walk: kernel.Walk, initial: Tensor, column: Tensor | None = None) -> Tensor:
+    """As ``Walk.starts`` for the column's state: of ones, or of ``column`` backwards."""
+    plan, reverse = walk.plan, column is not None
+    if plan.segments == 1:
+        return initial
+    y = walk.tensors["q" if reverse else "k"]
+    h = initial.new_empty((plan.rows, plan.segments + 1, plan.shape.key))
+    total = initial.new_empty((plan.rows, plan.segments, plan.shape.key))
+    g = y if walk.g is None else walk.g
+    _segment(plan, reverse)(total if column is None else column, y, g, h, total)
+    plan.scan(DK if reverse else OUTPUT, 1)(h, total, initial)
+    return h
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    normalizer: Tensor,
+    floor: Tensor | None,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The recurrence, shapes as of ``linear``: no decay or one a head, K and V up to 256.
+
+    Returns:
+        o, the last state and normaliser, and of what the backward pass needs n ``[B, T, H]``.
+    """
+    walk = kernel.walk((q, k, v, g), scale, normal=1 if floor is None else 2, eps=eps)
+    sums = normalizer.new_empty(v.shape[:3])
+    z, initial = torch.empty_like(normalizer), normalizer.contiguous()
+    floor = sums if floor is None else floor.contiguous()
+    starts = _starts(walk, initial)
+    column = kernel.Column(sums, starts, starts, z, floor)
+    o, final = walk.attend(OUTPUT, walk.starts(OUTPUT, state.contiguous()), column=column)
+    return o, final, z, [sums]
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    normalizer: Tensor,
+    floor: Tensor | None,
+    scale: float,
+    eps: float,
+    do: Tensor,
+    dstate: Tensor,
+    dnormalizer: Tensor,
+    kept: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g (empty without g), state, normaliser and floor (likewise).
+
+    ``kept`` is o and n of the forward pass.
+    """
+    o, sums = kept
+    shared, dn = torch.empty_like(o), torch.empty_like(sums)
+    dfloor = dn.new_empty(0) if floor is None else torch.empty_like(sums)
+    least = sums if floor is None else floor.contiguous()
+    _divide(sums.numel(), v.shape[-1], eps, floor is not None)(
+        o, do.contiguous(), sums, least, shared, dn, dn if floor is None else dfloor
+    )
+    walk = kernel.walk((q, k, v, g), scale, shared, normal=1, eps=eps)
+    before = _starts(walk, normalizer.contiguous())
+    after = _starts(walk, dnormalizer.contiguous(), dn)
+    last, dinitial = torch.empty_like(normalizer), torch.empty_like(normalizer)
+    ends = last if walk.plan.segments == 1 else before
+    columns = (
+        kernel.Column(dn, before, before, last, dn),
+        kernel.Column(dn, after, ends, dinitial, dn),
+    )
+    dq, dk, dv, dg, dstart = gradients(walk, state, dstate, columns)
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dstart, dinitial, dfloor
