@@ -6,7 +6,6 @@
 // Prints the ids of the tokens that follow, and on the error channel the speed. Ids come from the
 // tokenizer.json of the bundle and any library that reads it.
 
-#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -14,6 +13,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "edgelin.h"
@@ -27,9 +27,9 @@ static void need(bool good, const std::string& problem = {}) {
 template <typename Number>
 static Number number(const std::string& name, const std::string& text) {
   Number value = {};
-  const char* end = text.data() + text.size();
-  const auto [at, error] = std::from_chars(text.data(), end, value);
-  need(error == std::errc() && at == end, name + " is " + text + "; a number is needed");
+  std::istringstream in(text);
+  const bool good = (in >> value) && in.eof() && (std::is_signed_v<Number> || text[0] != '-');
+  need(good, name + " is " + text + "; a number is needed");
   return value;
 }
 
