@@ -50,6 +50,8 @@ GRID: dict[tuple[str, str], dict[str, list[int]]] = {
     ("delta", ""): {"BV": [64, 128], "num_warps": WARPS, "num_stages": STAGES},
     ("kda", ""): {"BV": [64, 128], "num_warps": WARPS, "num_stages": [1, 2]},
     ("dplr", ""): {"num_warps": WARPS, "num_stages": STAGES},
+    ("diagonal", " totals"): {"BT": [16, 32], "BD": [32, 64], "num_warps": [1, 2]},
+    ("diagonal", ""): {"lanes": [16384, 32768], "BT": [16, 32], "BD": [64], "num_warps": [1, 2]},
 }
 
 

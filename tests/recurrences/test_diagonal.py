@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from edgelin.recurrences import launches
 from edgelin.recurrences.diagonal import diagonal, reference
 from edgelin.recurrences.diagonal import onnx as forms
 from edgelin.recurrences.graph import Graph
@@ -20,6 +22,7 @@ NAMES = ("x", "b", "c", "g", "theta", "state")
 CONSTANT = ("constant",) * 3
 SELECTIVE = ("each", "shared", "shared")  # as in Mamba: Λ a channel's own, b and c for all
 GATED = ("each", "each", "constant")  # as in RG-LRU, where N = 1
+HGRN = ("each", "constant", "constant")  # likewise
 MODES = [
     CONSTANT,
     SELECTIVE,
@@ -253,6 +256,41 @@ def test_kernels_at_hard_inputs(kind: str, is_complex: bool, device: str) -> Non
     check_kernels(hard(kind, made), device, 5e-6)
 
 
+@pytest.fixture
+def short_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles of the kernels with one state a channel that the interpreter can take."""
+    from edgelin.recurrences.diagonal import kernel_gates
+
+    tile = {"BT": 4, "BD": 16, "num_warps": 1}
+    rules = {"outputs": tile, "gradients": tile | {"BT": 2}, "totals": tile}
+    monkeypatch.setattr(kernel_gates, "SEGMENT", 4)
+    monkeypatch.setattr(kernel_gates, "RULES", {n: {"lanes": 48} | r for n, r in rules.items()})
+    launches.forget()
+    yield
+    launches.forget()
+
+
+@pytest.mark.usefixtures("short_tiles")
+@pytest.mark.parametrize("modes", [GATED, HGRN])
+@pytest.mark.parametrize(
+    "time, batch, channels",
+    [(1, 1, 1), (4, 3, 3), (13, 1, 20), (13, 1, 3), (10, 3, 3)],  # one to four segments
+)
+def test_kernels_of_one_state(
+    time: int, batch: int, channels: int, modes: tuple[str, ...], device: str
+) -> None:
+    size = {"channels": channels, "size": 1}
+    made = inputs(time, modes, is_complex=False, batch=batch, **size)
+    check_kernels(made, device, 5e-6)
+
+
+@pytest.mark.usefixtures("short_tiles")
+@pytest.mark.parametrize("kind", HARD)
+def test_kernels_of_one_state_at_hard_inputs(kind: str, device: str) -> None:
+    made = inputs(9, GATED, is_complex=False, batch=1, channels=2, size=1)
+    check_kernels(hard(kind, made), device, 5e-6)
+
+
 def test_kernels_one_token_of_bfloat16(device: str) -> None:
     made = inputs(1, SELECTIVE, is_complex=True, batch=3)
     check_kernels(made, device, 1e-2, x=torch.bfloat16, b=torch.bfloat16, c=torch.bfloat16)
@@ -274,7 +312,8 @@ def test_kernels_over_several_channel_blocks(device: str) -> None:
 @pytest.mark.parametrize(
     "channels, size, modes",
     [
-        (130, 1, ("each", "each", "constant")),
+        (130, 1, GATED),
+        (130, 1, HGRN),
         (96, 16, CONSTANT),
         (96, 16, SELECTIVE),
         (40, 64, ("shared", "each", "constant")),

@@ -1,7 +1,7 @@
 """Triton kernels of the diagonal recurrence, forward: a scan over segments of time.
 
 ``_segment`` runs every segment from a zero state and keeps its last state and the product of its
-transitions; ``_scan`` turns these into the state before each segment; ``_outputs`` runs all
+transitions; ``scan`` turns these into the state before each segment; ``_outputs`` runs all
 segments again from there. A program holds ``[BN, BD]`` states of BD channels in registers, channels
 along the lanes, and walks through its segment token by token.
 
@@ -20,20 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import MIN_LOG_DECAY
+from edgelin.recurrences.diagonal import kernel_gates
+from edgelin.recurrences.diagonal.kernel_scan import _FLOOR, CONSTANT, EACH, SHARED, _place, scan
 
-CONSTANT, SHARED, EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_FLOOR = tl.constexpr(MIN_LOG_DECAY)
 SEGMENT = 64  # tokens of a segment
 LONG_SEGMENT = 256  # passes fewer states, where the programs are enough to fill a GPU
 PROGRAMS = 4096  # that fill it
-
-
-@triton.jit
-def _place(item, D, NS, BD: tl.constexpr):
-    """Channel block, segment and batch row of a piece of work."""
-    blocks = tl.cdiv(D, BD)
-    rest = item // blocks
-    return item % blocks, rest % NS, rest // NS
 
 
 @triton.jit
@@ -102,60 +94,6 @@ def _segment(
     if P == 2:
         tl.store(ends + at + N * D, h_i, mask=live)
         tl.store(products + at + N * D, p_i, mask=live)
-
-
-@triton.jit
-def _scan(
-    initial, ends, products, starts, NS, SIZE,
-    P: tl.constexpr, REV: tl.constexpr, BU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """State before every segment; with REV after it, going back through conjugate products.
-
-    BU segments are loaded together, so that their loads wait for memory at the same time; a row of
-    such a tile lies in the registers of one thread, and picking it costs no traffic.
-    """
-    i_e, i_b = tl.program_id(0), tl.program_id(1)
-    line = i_e * BLOCK + tl.arange(0, BLOCK)
-    u = tl.arange(0, BU)[:, None]
-    h_r = tl.load(initial + i_b.to(tl.int64) * P * SIZE + line, mask=line < SIZE, other=0.0)
-    if P == 2:
-        second = initial + (i_b.to(tl.int64) * P + 1) * SIZE
-        h_i = tl.load(second + line, mask=line < SIZE, other=0.0)
-    for j in range(0, tl.cdiv(NS, BU)):
-        i = j * BU + u
-        live = (i < NS) & (line < SIZE)[None, :]
-        if REV:
-            i = NS - 1 - i
-        at = (i_b.to(tl.int64) * NS + i) * P * SIZE + line[None, :]
-        e_r = tl.load(ends + at, mask=live, other=0.0)
-        p_r = tl.load(products + at, mask=live, other=0.0)
-        s_r = tl.zeros([BU, BLOCK], dtype=tl.float32)
-        if P == 2:
-            e_i = tl.load(ends + at + SIZE, mask=live, other=0.0)
-            p_i = tl.load(products + at + SIZE, mask=live, other=0.0)
-            if REV:
-                p_i = -p_i
-            s_i = tl.zeros([BU, BLOCK], dtype=tl.float32)
-        for row in tl.static_range(BU):
-            s_r = tl.where(u == row, h_r[None, :], s_r)
-            q_r = _pick(p_r, u == row)
-            if P == 2:
-                s_i = tl.where(u == row, h_i[None, :], s_i)
-                q_i = _pick(p_i, u == row)
-                h_r, h_i = q_r * h_r - q_i * h_i, q_r * h_i + q_i * h_r
-                h_i += _pick(e_i, u == row)
-            else:
-                h_r = q_r * h_r
-            h_r += _pick(e_r, u == row)
-        tl.store(starts + at, s_r, mask=live)
-        if P == 2:
-            tl.store(starts + at + SIZE, s_i, mask=live)
-
-
-@triton.jit
-def _pick(tile, row):
-    """The row of a tile at which the mask ``row`` holds."""
-    return tl.sum(tl.where(row, tile, 0.0), axis=0)
 
 
 @triton.jit
@@ -328,6 +266,8 @@ def forward(
     Returns:
         ``y`` in the dtype of ``x`` and the final state, float32.
     """
+    if kernel_gates.fits(b, c, g, theta, state):
+        return kernel_gates.forward(x, b, c, g, state)
     problem = prepare(x, b, c, g, theta, state, elements=512, longest=LONG_SEGMENT)
     starts = problem.state[:, None]
     if problem.sizes[3] > 1:
@@ -352,15 +292,3 @@ def segments(problem: Problem) -> tuple[Tensor, Tensor]:
         P=problem.planes, AM=problem.modes[0], BM=problem.modes[1], **problem.tile(32),
     )  # fmt: skip
     return ends, products
-
-
-def scan(initial: Tensor, ends: Tensor, products: Tensor, *, reverse: bool) -> Tensor:
-    """State ``[B, NS, P, N, D]`` that enters every segment, from the first or the last one on."""
-    batch, count, planes, states, channels = ends.shape
-    size, block = states * channels, 128
-    starts = torch.empty_like(ends)
-    _scan[(triton.cdiv(size, block), batch)](
-        initial, ends, products, starts, count, size, P=planes, REV=reverse, BU=8, BLOCK=block,
-        num_warps=1,
-    )  # fmt: skip
-    return starts

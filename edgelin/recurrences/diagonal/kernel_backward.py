@@ -7,10 +7,10 @@ With k_t the gradient of h_t that comes from later tokens, conj the complex conj
     dx_t = Re(sum_n conj(b_t) l_t) ;  db_t = l_t x_t ;  dc_t = conj(h_t) dy_t
     dg_t + i dtheta_t = l_t conj(Λ_t h_{t-1})
 
-k is a recurrence of its own, backwards in time: ``_adjoint`` and the scan of ``kernel.py`` give it
-at every segment's end. ``_gradients`` then runs each segment forwards, which leaves its states in a
-scratch buffer that the program reuses for its next segment, and backwards. Gradients of constant
-weights are sums a segment, those of shared weights sums a channel block; torch adds these up.
+k is a recurrence of its own, backwards in time: ``_adjoint`` and ``scan`` give it at every
+segment's end. ``_gradients`` then runs each segment forwards, which leaves its states in a scratch
+buffer that the program reuses for its next segment, and backwards. Gradients of constant weights
+are sums a segment, those of shared weights sums a channel block; torch adds these up.
 """
 
 from __future__ import annotations
@@ -21,21 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import MIN_LOG_DECAY
+from edgelin.recurrences.diagonal import kernel_gates
 from edgelin.recurrences.diagonal.kernel import (
-    _FLOOR,
-    CONSTANT,
-    EACH,
     SEGMENT,
-    SHARED,
     Problem,
     _load,
-    _place,
     _transition,
     planar,
     prepare,
-    scan,
     segments,
 )
+from edgelin.recurrences.diagonal.kernel_scan import _FLOOR, CONSTANT, EACH, SHARED, _place, scan
 
 PROGRAMS = 1056  # 8 on each of 132 multiprocessors: the scratch buffers stay small
 
@@ -253,6 +249,8 @@ def backward(
         dy: Gradient of ``y``.
         dstate: Gradient of the final state.
     """
+    if kernel_gates.fits(b, c, g, theta, state):
+        return kernel_gates.backward(x, b, c, g, state, dy, dstate)
     problem = prepare(x, b, c, g, theta, state, elements=256, longest=SEGMENT)
     dy = dy.contiguous()
     last = planar(dstate.float(), 1).reshape(problem.state.shape)
