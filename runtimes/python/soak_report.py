@@ -156,7 +156,10 @@ class SoakReport:
         early = max((x for p, x in worst.items() if p <= _WARM), default=0.0)
         late = max((x for p, x in worst.items() if p > _WARM), default=0.0)
         limit = max(_FLOAT32, _ROOM * early)
-        found = f"at most {late:.1e} after {_WARM} steps, {early:.1e} before (allowed {limit:.0e})"
+        found = (
+            f"over {max(worst, default=0):,} {self.manifest.input.unit}s: at most {late:.1e} after "
+            f"{_WARM}, {early:.1e} before (allowed {limit:.0e})"
+        )
         return Verdict(claim, late <= limit, found)
 
     def _late_points(self) -> list[Point]:
