@@ -303,7 +303,7 @@ def test_kernels_over_several_channel_blocks(device: str) -> None:
         **to(inputs(2, SELECTIVE, is_complex=False, channels=17, size=32), torch.float32),
         elements=512,
         longest=kernel.SEGMENT,
-    ).blocks == 2  # fmt: skip
+    ).shape.blocks == 2  # fmt: skip
     check_kernels(inputs(2, SELECTIVE, is_complex=False, channels=17, size=32), device, 5e-6)
 
 

@@ -12,7 +12,7 @@ as its logarithm:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from torch import Tensor
 from edgelin.recurrences import MIN_LOG_DECAY
 from edgelin.recurrences.diagonal import kernel_gates
 from edgelin.recurrences.diagonal.kernel_scan import _FLOOR, CONSTANT, EACH, SHARED, _place, scan
+from edgelin.recurrences.launches import Launch, cdiv, planned, power_of_2
 
 SEGMENT = 64  # tokens of a segment
 LONG_SEGMENT = 256  # passes fewer states, where the programs are enough to fill a GPU
@@ -150,55 +151,56 @@ def _outputs(
             tl.store(after + at + N * D, h_i, mask=live)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Inputs as the kernels take them, and the sizes.
+class Shape(NamedTuple):
+    """What launches depend on."""
 
-    Args:
-        x: ``[B, T, D]``.
-        weights: Λ, b and c in planes.
-        modes: CONSTANT, SHARED or EACH for Λ, b and c.
-        state: ``[B, P, N, D]`` float32.
-        segment: Tokens of a segment.
-        block: Channels of a program.
-    """
-
-    x: Tensor
-    weights: tuple[Tensor, Tensor, Tensor]
-    modes: tuple[int, int, int]
-    state: Tensor
-    segment: int
-    block: int
+    batch: int
+    time: int
+    channels: int
+    states: int
+    planes: int  # 1 for real, 2 for complex weights
+    modes: tuple[int, int, int]  # CONSTANT, SHARED or EACH for Λ, b and c
+    segment: int  # tokens of a segment
+    block: int  # channels of a program
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """T, D, N and the number of segments."""
-        time, channels = self.x.shape[1:]
-        return time, channels, self.state.shape[2], triton.cdiv(time, self.segment)
-
-    @property
-    def planes(self) -> int:
-        """1 for real, 2 for complex weights."""
-        return self.state.shape[1]
+    def segments(self) -> int:
+        """Of a row."""
+        return cdiv(self.time, self.segment)
 
     @property
     def blocks(self) -> int:
         """Channel blocks."""
-        return int(triton.cdiv(self.x.shape[2], self.block))
+        return cdiv(self.channels, self.block)
 
     @property
     def programs(self) -> int:
         """Channel blocks of all segments of all rows."""
-        return self.blocks * self.sizes[3] * self.x.shape[0]
+        return self.blocks * self.segments * self.batch
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """T, D, N and the number of segments, which all kernels take."""
+        return self.time, self.channels, self.states, self.segments
 
     def tile(self, states_a_thread: int) -> dict[str, int]:
         """Launch arguments that fix the tile of a program."""
-        rows = triton.next_power_of_2(self.state.shape[2])
+        rows = power_of_2(self.states)
         elements = rows * self.block * self.planes
         warps = max(1, self.block // 32, elements // (32 * states_a_thread))
         return {
-            "S": self.segment, "BN": rows, "BD": self.block, "num_warps": min(warps, 8),
+            "P": self.planes, "S": self.segment, "BN": rows, "BD": self.block,
+            "num_warps": min(warps, 8),
         }  # fmt: skip
+
+
+class Problem(NamedTuple):
+    """Inputs as the kernels take them, and the sizes."""
+
+    x: Tensor  # [B, T, D]
+    weights: tuple[Tensor, Tensor, Tensor]  # Λ, b and c in planes
+    state: Tensor  # [B, P, N, D] float32
+    shape: Shape
 
 
 def prepare(
@@ -218,18 +220,19 @@ def prepare(
         transition, angle = transition.clamp(min=MIN_LOG_DECAY).exp(), theta.float()
         transition = torch.stack([transition * angle.cos(), transition * angle.sin()], dim=-1)
     weights = [transition, b, c]
-    channels, size = state.shape[1:3]
-    rows = triton.next_power_of_2(size)
-    block = min(max(elements // rows, 16), 128, triton.next_power_of_2(channels))
-    work = x.shape[0] * triton.cdiv(channels, block) * triton.cdiv(x.shape[1], longest)
+    (batch, time, channels), size = x.shape, state.shape[2]
+    rows = power_of_2(size)
+    block = min(max(elements // rows, 16), 128, power_of_2(channels))
+    work = batch * cdiv(channels, block) * cdiv(time, longest)
+    segment = min(SEGMENT, longest) if work < PROGRAMS else longest
     initial = planar(state.float(), 1)
+    a_mode, b_mode, c_mode = (_mode(v, channels) for v in weights)
+    planes = 1 if theta is None else 2
     return Problem(
         x.contiguous(),
         tuple(planar(v, _lead(v)) for v in weights),  # type: ignore[arg-type]
-        tuple(_mode(v, channels) for v in weights),  # type: ignore[arg-type]
         initial if theta is not None else initial[:, None],
-        min(SEGMENT, longest) if work < PROGRAMS else longest,
-        block,
+        Shape(batch, time, channels, size, planes, (a_mode, b_mode, c_mode), segment, block),
     )
 
 
@@ -270,25 +273,30 @@ def forward(
         return kernel_gates.forward(x, b, c, g, state)
     problem = prepare(x, b, c, g, theta, state, elements=512, longest=LONG_SEGMENT)
     starts = problem.state[:, None]
-    if problem.sizes[3] > 1:
+    if problem.shape.segments > 1:
         ends, products = segments(problem)
         starts = scan(problem.state, ends, products, reverse=False)
     y, after = torch.empty_like(problem.x), torch.empty_like(problem.state)
-    _outputs[(problem.programs,)](
-        problem.x, *problem.weights, starts.contiguous(), y, after, *problem.sizes,
-        P=problem.planes, AM=problem.modes[0], BM=problem.modes[1], CM=problem.modes[2],
-        **problem.tile(32),
-    )  # fmt: skip
+    _outputs_of(problem.shape)(problem.x, *problem.weights, starts.contiguous(), y, after)
     return y, planar(after if theta is not None else after[:, 0], 1).to(state.dtype)
 
 
 def segments(problem: Problem) -> tuple[Tensor, Tensor]:
     """Last state and product of transitions of every segment, ``[B, NS, P, N, D]``."""
     batch, *rest = problem.state.shape
-    ends = problem.state.new_empty(batch, problem.sizes[3], *rest)
+    ends = problem.state.new_empty(batch, problem.shape.segments, *rest)
     products = torch.empty_like(ends)
-    _segment[(problem.programs,)](
-        problem.x, *problem.weights[:2], ends, products, *problem.sizes,
-        P=problem.planes, AM=problem.modes[0], BM=problem.modes[1], **problem.tile(32),
-    )  # fmt: skip
+    _segments_of(problem.shape)(problem.x, *problem.weights[:2], ends, products)
     return ends, products
+
+
+@planned
+def _outputs_of(shape: Shape) -> Launch:
+    a, b, c = shape.modes
+    return Launch(_outputs, (shape.programs,), *shape.sizes, AM=a, BM=b, CM=c, **shape.tile(32))
+
+
+@planned
+def _segments_of(shape: Shape) -> Launch:
+    a, b, _ = shape.modes
+    return Launch(_segment, (shape.programs,), *shape.sizes, AM=a, BM=b, **shape.tile(32))

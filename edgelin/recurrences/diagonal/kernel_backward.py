@@ -24,7 +24,7 @@ from edgelin.recurrences import MIN_LOG_DECAY
 from edgelin.recurrences.diagonal import kernel_gates
 from edgelin.recurrences.diagonal.kernel import (
     SEGMENT,
-    Problem,
+    Shape,
     _load,
     _transition,
     planar,
@@ -32,6 +32,7 @@ from edgelin.recurrences.diagonal.kernel import (
     segments,
 )
 from edgelin.recurrences.diagonal.kernel_scan import _FLOOR, CONSTANT, EACH, SHARED, _place, scan
+from edgelin.recurrences.launches import Launch, planned
 
 PROGRAMS = 1056  # 8 on each of 132 multiprocessors: the scratch buffers stay small
 
@@ -252,49 +253,57 @@ def backward(
     if kernel_gates.fits(b, c, g, theta, state):
         return kernel_gates.backward(x, b, c, g, state, dy, dstate)
     problem = prepare(x, b, c, g, theta, state, elements=256, longest=SEGMENT)
-    dy = dy.contiguous()
+    dy, shape = dy.contiguous(), problem.shape
     last = planar(dstate.float(), 1).reshape(problem.state.shape)
     starts, adjoints = problem.state[:, None], last[:, None]
-    if problem.sizes[3] > 1:
+    if shape.segments > 1:
         ends, products = segments(problem)
         starts = scan(problem.state, ends, products, reverse=False)
-        _adjoint[(problem.programs,)](
-            dy, problem.weights[0], problem.weights[2], ends, *problem.sizes,
-            P=problem.planes, AM=problem.modes[0], CM=problem.modes[2], **problem.tile(16),
-        )  # fmt: skip
+        _adjoints_of(shape)(dy, problem.weights[0], problem.weights[2], ends)
         adjoints = scan(last, ends, products, reverse=True)
     dx, dinitial = torch.empty_like(problem.x), torch.empty_like(problem.state)
-    parts = [_partial(problem, i) for i in range(3)]
-    tile = problem.tile(16)
-    programs = min(problem.programs, PROGRAMS)
-    scratch = starts.new_empty(programs, problem.segment, problem.planes, tile["BN"], tile["BD"])
-    _gradients[(programs,)](
+    parts = [problem.state.new_empty(_part(shape, mode)) for mode in shape.modes]
+    tile, programs = shape.tile(16), min(shape.programs, PROGRAMS)
+    scratch = starts.new_empty(programs, shape.segment, shape.planes, tile["BN"], tile["BD"])
+    _gradients_of(shape, programs)(
         problem.x, dy, *problem.weights, starts.contiguous(), adjoints.contiguous(), scratch,
-        dx, *parts, dinitial, *problem.sizes, problem.programs, x.shape[0] * x.shape[1],
-        P=problem.planes, AM=problem.modes[0], BM=problem.modes[1], CM=problem.modes[2], **tile,
+        dx, *parts, dinitial,
     )  # fmt: skip
-    exponent, db, dc = (_total(problem, i, part) for i, part in enumerate(parts))
+    pairs = zip(shape.modes, parts, strict=True)
+    exponent, db, dc = (_total(shape, mode, part) for mode, part in pairs)
     return _result(dx, db, dc, exponent, dinitial, (b, c, g, theta, state))
 
 
-def _partial(problem: Problem, index: int) -> Tensor:
-    """Where ``_gradients`` puts the gradient of a weight, before the sum."""
-    batch, planes, states, channels = problem.state.shape
-    time, mode = problem.x.shape[1], problem.modes[index]
-    shape = {
-        CONSTANT.value: (batch * problem.sizes[3], planes, states, channels),
-        SHARED.value: (problem.blocks, batch, time, planes, states, 1),
+@planned
+def _adjoints_of(shape: Shape) -> Launch:
+    a, _, c = shape.modes
+    return Launch(_adjoint, (shape.programs,), *shape.sizes, AM=a, CM=c, **shape.tile(16))
+
+
+@planned
+def _gradients_of(shape: Shape, programs: int) -> Launch:
+    a, b, c = shape.modes
+    return Launch(
+        _gradients, (programs,), *shape.sizes, shape.programs, shape.batch * shape.time,
+        AM=a, BM=b, CM=c, **shape.tile(16),
+    )  # fmt: skip
+
+
+def _part(shape: Shape, mode: int) -> tuple[int, ...]:
+    """Sizes of the gradient of a weight as ``_gradients`` leaves it, before the sum."""
+    batch, time, channels, states, planes = shape[:5]
+    return {
+        CONSTANT.value: (batch * shape.segments, planes, states, channels),
+        SHARED.value: (shape.blocks, batch, time, planes, states, 1),
         EACH.value: (1, batch, time, planes, states, channels),
     }[mode]
-    return problem.state.new_empty(shape)
 
 
-def _total(problem: Problem, index: int, part: Tensor) -> Tensor:
+def _total(shape: Shape, mode: int, part: Tensor) -> Tensor:
     """The gradient of a weight in its own layout, from the sums of the programs."""
-    constant = problem.modes[index] == CONSTANT.value
     whole = part.sum(0) if len(part) > 1 else part.squeeze(0)
-    natural = planar(whole, 0 if constant else 2)
-    return (natural if problem.planes == 2 else natural[..., 0]).contiguous()
+    natural = planar(whole, 0 if mode == CONSTANT.value else 2)
+    return (natural if shape.planes == 2 else natural[..., 0]).contiguous()
 
 
 def _result(

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import MIN_LOG_DECAY
+from edgelin.recurrences.launches import Launch, cdiv, planned
 
 # How weights vary: not at all, a token for all channels alike, a token and channel.
 CONSTANT, SHARED, EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -79,10 +80,14 @@ def _pick(tile, row):
 def scan(initial: Tensor, ends: Tensor, products: Tensor, *, reverse: bool) -> Tensor:
     """State ``[B, NS, P, N, D]`` that enters every segment, from the first or the last one on."""
     batch, count, planes, states, channels = ends.shape
-    size, block = states * channels, 128
     starts = torch.empty_like(ends)
-    _scan[(triton.cdiv(size, block), batch)](
-        initial, ends, products, starts, count, size, P=planes, REV=reverse, BU=8, BLOCK=block,
-        num_warps=1,
-    )  # fmt: skip
+    _scan_of(batch, count, planes, states * channels, reverse)(initial, ends, products, starts)
     return starts
+
+
+@planned
+def _scan_of(batch: int, count: int, planes: int, size: int, reverse: bool) -> Launch:
+    return Launch(
+        _scan, (cdiv(size, 128), batch), count, size,
+        P=planes, REV=reverse, BU=8, BLOCK=128, num_warps=1,
+    )  # fmt: skip

@@ -19,8 +19,6 @@ modeling long sequences with structured state spaces" (S4), arXiv:2111.00396, eq
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from edgelin.recurrences import CHUNK
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.lti import chunked
+from edgelin.recurrences.operator import Operator
 
 
 def lti(
@@ -52,8 +51,8 @@ def lti(
         shapes = ", ".join(str(tuple(v.shape)) for v in (a, b, c, state))
         raise ValueError(f"a, b, c, state are {shapes}; need [D, N, N], [D, N], [D, N], [B, D, N]")
     x = masked(x, lengths)  # a convolution by FFT rounds all outputs by all inputs
-    result: tuple[Tensor, Tensor] = torch.ops.edgelin.lti(x, a, b, c, state)
-    return result if lengths is None else (result[0], _ended(x, (a, b, c), state, lengths))
+    y, after = _lti(x, a, b, c, state)
+    return y, after if lengths is None else _ended(x, (a, b, c), state, lengths)
 
 
 def _ended(
@@ -67,7 +66,7 @@ def _ended(
     at = torch.arange(time, device=x.device) - (time - lengths[:, None])
     moved = x.gather(1, at.clamp(min=0)[..., None].expand_as(x))
     moved = moved.masked_fill((at < 0)[..., None], 0.0)
-    written: Tensor = torch.ops.edgelin.lti(moved, *weights, torch.zeros_like(state))[1]
+    written = _lti(moved, *weights, torch.zeros_like(state))[1]
     h, power = state[..., None].to(weights[0].dtype), weights[0]
     for digit in range(CHUNK.bit_length() if is_exporting() else time.bit_length()):
         is_set = (lengths // 2**digit % 2 == 1)[:, None, None, None]
@@ -77,42 +76,16 @@ def _ended(
     return decayed + written
 
 
-@torch.library.custom_op("edgelin::lti", mutates_args=())
-def _lti(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The convolution form, on any device."""
     return chunked.forward(x, a, b, c, state)
 
 
-@_lti.register_fake
-def _(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), state.new_empty(state.shape)
-
-
-@torch.library.custom_op("edgelin::lti_backward", mutates_args=())
-def _lti_backward(
+def _backward(
     x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, dy: Tensor, dstate: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the five inputs; recomputes all but the inputs."""
     return chunked.backward(x, a, b, c, state, dy, dstate)
 
 
-@_lti_backward.register_fake
-def _(
-    x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, dy: Tensor, dstate: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, da, db, dc, dinitial = (v.new_empty(v.shape) for v in (x, a, b, c, state))
-    return dx, da, db, dc, dinitial
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep the inputs and nothing else."""
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, dy: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
-    """Gradients in the order of the op's inputs."""
-    grads: tuple[Tensor, ...] = torch.ops.edgelin.lti_backward(*ctx.saved_tensors, dy, dstate)
-    return grads
-
-
-_lti.register_autograd(_gradients, setup_context=_save)
+_lti = Operator("lti", _forward, _backward, outputs=("x", "state"))

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from edgelin.recurrences.chunks import outside_autocast
 from edgelin.recurrences.lengths import last
+from edgelin.recurrences.operator import Operator
 from edgelin.recurrences.rnn import reference
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
@@ -55,15 +56,14 @@ def rnn(
         raise ValueError(f"u, weight, state are {shapes}, need [B, T, D], [D] or [D, D], [B, D]")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
-    result: tuple[Tensor, Tensor] = torch.ops.edgelin.rnn(u, weight, state, activation)
+    z, after = _rnn(u, weight, state, activation)
     if lengths is None:
-        return result
-    z = torch.cat([state[:, None], result[0].to(state.dtype)], dim=1)  # every state is an output
-    return result[0], last(z, lengths, 1)[:, 0]
+        return z, after
+    states = torch.cat([state[:, None], z.to(state.dtype)], dim=1)  # every state is an output
+    return z, last(states, lengths, 1)[:, 0]
 
 
-@torch.library.custom_op("edgelin::rnn", mutates_args=())
-def _rnn(u: Tensor, weight: Tensor, state: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _forward(u: Tensor, weight: Tensor, state: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Kernel for elementwise weights on CUDA tensors, the loop elsewhere."""
     if u.is_cuda and weight.dim() == 1:
         from edgelin.recurrences.rnn import kernel
@@ -73,13 +73,7 @@ def _rnn(u: Tensor, weight: Tensor, state: Tensor, activation: str) -> tuple[Ten
         return _loop(activation, u, weight, state)
 
 
-@_rnn.register_fake
-def _(u: Tensor, weight: Tensor, state: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return u.new_empty(u.shape), state.new_empty(state.shape)
-
-
-@torch.library.custom_op("edgelin::rnn_backward", mutates_args=())
-def _rnn_backward(
+def _backward(
     u: Tensor, weight: Tensor, state: Tensor, activation: str, dz: Tensor, dstate: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of u, weight and state; recomputes all states."""
@@ -100,24 +94,4 @@ def _loop(activation: str, u: Tensor, weight: Tensor, state: Tensor) -> tuple[Te
     return z.to(u.dtype), after.clone()  # an operator's outputs share no memory
 
 
-@_rnn_backward.register_fake
-def _(
-    u: Tensor, weight: Tensor, state: Tensor, activation: str, dz: Tensor, dstate: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    du, dweight, dinitial = (v.new_empty(v.shape) for v in (u, weight, state))
-    return du, dweight, dinitial
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep the inputs only."""
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx: Any, dz: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the four inputs."""
-    grads = torch.ops.edgelin.rnn_backward(*ctx.saved_tensors, ctx.activation, dz, dstate)
-    return *grads, None
-
-
-_rnn.register_autograd(_gradients, setup_context=_save)
+_rnn = Operator("rnn", _forward, _backward, outputs=("u", "state"))

@@ -7,10 +7,14 @@ time. The steps depend on each other, so only rows and channels run in parallel;
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from edgelin.recurrences.launches import Launch, cdiv, planned
 
 CODES = {"identity": 0, "tanh": 1, "relu": 2, "sigmoid": 3}
 BLOCK = 32  # channels of a program: a small one, since there are as few programs as channels
@@ -84,11 +88,23 @@ def run(
     u: Tensor, weight: Tensor, state: Tensor, activation: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As :func:`forward`, with z in ``dtype``."""
-    batch, time, channels = u.shape
     initial = state.float().contiguous()
     z, after = torch.empty(u.shape, dtype=dtype, device=u.device), torch.empty_like(initial)
-    _forward[(triton.cdiv(channels, BLOCK), batch)](
-        u.contiguous(), weight.float().contiguous(), initial, z, after, time, channels,
+    _launch(tuple(u.shape), activation)(
+        u.contiguous(), weight.float().contiguous(), initial, z, after
+    )
+    return z, after
+
+
+@planned
+def _launch(shape: tuple[int, ...], activation: str) -> Launch:
+    return launch_of(_forward, shape, activation)
+
+
+def launch_of(kernel: Any, shape: tuple[int, ...], activation: str) -> Launch:
+    """A launch of a kernel for inputs of a shape."""
+    batch, time, channels = shape
+    return Launch(
+        kernel, (cdiv(channels, BLOCK), batch), time, channels,
         F=CODES[activation], BD=BLOCK, BU=UNROLL, num_warps=1,
     )  # fmt: skip
-    return z, after

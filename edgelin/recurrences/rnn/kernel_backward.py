@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgelin.recurrences.rnn.kernel import BLOCK, CODES, UNROLL, pick, run
+from edgelin.recurrences.launches import Launch, planned
+from edgelin.recurrences.rnn.kernel import launch_of, pick, run
 
 
 @triton.jit
@@ -80,14 +81,17 @@ def backward(
     Returns:
         du in the dtype of ``u``, da ``[D]`` and the gradient of the initial state.
     """
-    batch, time, channels = u.shape
     z, _ = run(u, weight, state, activation, torch.float32)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     initial = state.float().contiguous()
     dweight, dinitial = torch.empty_like(initial), torch.empty_like(initial)
-    _backward[(triton.cdiv(channels, BLOCK), batch)](
+    _launch(tuple(u.shape), activation)(
         weight.float().contiguous(), initial, z, dz.contiguous(), dstate.float().contiguous(),
-        du, dweight, dinitial, time, channels,
-        F=CODES[activation], BD=BLOCK, BU=UNROLL, num_warps=1,
+        du, dweight, dinitial,
     )  # fmt: skip
     return du, dweight.sum(0).to(weight.dtype), dinitial.to(state.dtype)
+
+
+@planned
+def _launch(shape: tuple[int, ...], activation: str) -> Launch:
+    return launch_of(_backward, shape, activation)
