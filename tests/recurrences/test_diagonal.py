@@ -206,7 +206,12 @@ def test_wrong_ranks_are_refused() -> None:
 
 
 def check_kernels(
-    made: dict[str, Tensor | None], device: str, tolerance: float, **dtypes: torch.dtype
+    made: dict[str, Tensor | None],
+    device: str,
+    tolerance: float,
+    *,
+    keep: bool = True,
+    **dtypes: torch.dtype,
 ) -> None:
     """Compare outputs and gradients of the kernels with autograd through the float64 loop."""
     from edgelin.recurrences.diagonal import kernel, kernel_backward
@@ -215,12 +220,12 @@ def check_kernels(
     given |= {n: given[n].to(dtype) for n, dtype in dtypes.items()}
     expected = with_gradients(reference.forward, to(given, torch.float64))
     generator = torch.Generator().manual_seed(1)
-    y, state = kernel.forward(**given)
+    y, state, kept = kernel.forward(**given)
     dy, dstate = (
         torch.randn(v.shape, generator=generator, dtype=torch.float64).to(device, v.dtype)
         for v in (y, state)
     )
-    grads = kernel_backward.backward(*given.values(), dy, dstate)
+    grads = kernel_backward.backward(*given.values(), dy, dstate, kept if keep else [])
     got = [y, state, *(v for n, v in zip(NAMES, grads, strict=True) if given[n] is not None)]
     likes = [given["x"], given["state"], *(v for v in given.values() if v is not None)]
     for name, e, s, like in zip(named(made), expected, got, likes, strict=True):
@@ -289,6 +294,12 @@ def test_kernels_of_one_state(
 def test_kernels_of_one_state_at_hard_inputs(kind: str, device: str) -> None:
     made = inputs(9, GATED, is_complex=False, batch=1, channels=2, size=1)
     check_kernels(hard(kind, made), device, 5e-6)
+
+
+@pytest.mark.usefixtures("short_tiles")
+def test_kernels_of_one_state_compute_again_what_was_not_kept(device: str) -> None:
+    made = inputs(9, HGRN, is_complex=False, batch=1, size=1)
+    check_kernels(made, device, 5e-6, keep=False)
 
 
 def test_kernels_one_token_of_bfloat16(device: str) -> None:

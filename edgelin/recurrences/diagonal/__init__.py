@@ -19,6 +19,7 @@ arXiv:2312.00752, equation 2 (selective).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -110,13 +111,24 @@ def _check(b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor)
 
 def _forward(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Kernel on CUDA tensors, chunked form elsewhere."""
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Kernel on CUDA tensors, chunked form elsewhere, which keeps nothing."""
     if x.is_cuda:
         from edgelin.recurrences.diagonal import kernel
 
         return kernel.forward(x, b, c, g, theta, state)
-    return chunked.forward(x, b, c, g, theta, state)
+    return *chunked.forward(x, b, c, g, theta, state), []
+
+
+def _allocate(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
+) -> list[Tensor]:
+    """Memory for what is kept."""
+    if x.is_cuda:
+        from edgelin.recurrences.diagonal import kernel
+
+        return kernel.allocate(x, b, c, g, theta, state)
+    return []
 
 
 def _backward(
@@ -128,13 +140,17 @@ def _backward(
     state: Tensor,
     dy: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the six inputs (empty for a theta of None); recomputes all but the inputs."""
+    """Gradients of the six inputs (empty for a theta of None).
+
+    Where ``kept`` is empty, all but the inputs is computed again.
+    """
     if x.is_cuda:
         from edgelin.recurrences.diagonal import kernel_backward
 
-        return kernel_backward.backward(x, b, c, g, theta, state, dy, dstate)
+        return kernel_backward.backward(x, b, c, g, theta, state, dy, dstate, kept)
     return chunked.backward(x, b, c, g, theta, state, dy, dstate)
 
 
-_diagonal = Operator("diagonal", _forward, _backward, outputs=("x", "state"))
+_diagonal = Operator("diagonal", _forward, _backward, ("x", "state"), _allocate)

@@ -255,7 +255,7 @@ def planar(v: Tensor, lead: int) -> Tensor:
 
 def forward(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run the recurrence; shapes as in :func:`edgelin.recurrences.diagonal.diagonal`.
 
     Args:
@@ -267,10 +267,11 @@ def forward(
         state: float32.
 
     Returns:
-        ``y`` in the dtype of ``x`` and the final state, float32.
+        ``y`` in the dtype of ``x``, the final state, float32, and what backward wants kept.
     """
     if kernel_gates.fits(b, c, g, theta, state):
-        return kernel_gates.forward(x, b, c, g, state)
+        y, after, marks = kernel_gates.forward(x, b, c, g, state)
+        return y, after, [marks]
     problem = prepare(x, b, c, g, theta, state, elements=512, longest=LONG_SEGMENT)
     starts = problem.state[:, None]
     if problem.shape.segments > 1:
@@ -278,7 +279,14 @@ def forward(
         starts = scan(problem.state, ends, products, reverse=False)
     y, after = torch.empty_like(problem.x), torch.empty_like(problem.state)
     _outputs_of(problem.shape)(problem.x, *problem.weights, starts.contiguous(), y, after)
-    return y, planar(after if theta is not None else after[:, 0], 1).to(state.dtype)
+    return y, planar(after if theta is not None else after[:, 0], 1).to(state.dtype), []
+
+
+def allocate(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor
+) -> list[Tensor]:
+    """Memory for what ``forward`` keeps."""
+    return [kernel_gates.allocate(x)] if kernel_gates.fits(b, c, g, theta, state) else []
 
 
 def segments(problem: Problem) -> tuple[Tensor, Tensor]:

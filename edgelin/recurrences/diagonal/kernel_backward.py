@@ -15,6 +15,8 @@ are sums a segment, those of shared weights sums a channel block; torch adds the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -237,6 +239,7 @@ def backward(
     state: Tensor,
     dy: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, b, c, g, theta (empty for None) and state, in their dtypes and shapes.
 
@@ -249,9 +252,12 @@ def backward(
         state: State before the first token.
         dy: Gradient of ``y``.
         dstate: Gradient of the final state.
+        kept: What ``forward`` kept; nothing: it is computed again.
     """
     if kernel_gates.fits(b, c, g, theta, state):
-        return kernel_gates.backward(x, b, c, g, state, dy, dstate)
+        given = (x, b, c, g, state)
+        marks = kept[0] if kept else kernel_gates.forward(*given)[2]
+        return kernel_gates.backward(given, dy, dstate, marks)
     problem = prepare(x, b, c, g, theta, state, elements=256, longest=SEGMENT)
     dy, shape = dy.contiguous(), problem.shape
     last = planar(dstate.float(), 1).reshape(problem.state.shape)

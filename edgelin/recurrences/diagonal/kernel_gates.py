@@ -6,10 +6,9 @@ possible, and early. A thread holds channels; a program takes BD channels throug
 in tiles of BT tokens and asks for the next tile before it works on this one. Segments are only as
 many as it takes to fill a GPU: with one, ``_outputs`` reads every input once, and that is all.
 
-Forward, where there are several segments: ``_totals`` runs every one from a zero state, ``scan``
-makes the states before them, ``_outputs`` runs them again. Backward: ``_totals`` also keeps the
-state before every tile and, of several segments, what a segment hands back to the one before it.
-``_gradients`` goes back tile by tile; from the state before a tile it makes those within.
+With one segment a row, ``_outputs`` runs it, and keeps a state every MT tokens; ``_gradients`` goes
+back tile by tile, and makes the states within from those kept. Several are run from zero before, by
+``_totals``, and ``scan`` tells what enters each: a state forwards, its gradient backwards.
 """
 
 from __future__ import annotations
@@ -56,71 +55,51 @@ def _nothing(p, d, D: tl.constexpr, MODE: tl.constexpr, BT: tl.constexpr):
     return rows
 
 
-@triton.jit(do_not_specialize=["T", "NS", "S", "MARKS"])
+@triton.jit(do_not_specialize=["T", "NS", "S"])
 def _totals(
-    x, dy, g, b, c, initial, ends, products, adjoints, marks, T, NS, S, MARKS,
-    D: tl.constexpr, BM: tl.constexpr, BACK: tl.constexpr, ONE: tl.constexpr,
-    MT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    x, g, b, ends, products, T, NS, S,
+    D: tl.constexpr, BM: tl.constexpr, BACK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Last state of a segment that starts from zero, and the product of its decays.
 
-    With BACK also that state and product every MT tokens, MARKS cells apart, and the gradient of
-    the state before the segment when nothing comes from after it. ONE segment a row starts from the
-    initial state, and the states every MT tokens are all that counts.
+    BACK: dy and c stand for x and b, and it is the gradient of the state before the segment when
+    nothing comes from after it.
     """
     i_d, i_s, i_b = _place(tl.program_id(0), D, NS, BD)
     d = i_d * BD + tl.arange(0, BD)
     first = i_b.to(tl.int64) * T + i_s * S
-    count = tl.minimum(S, T - i_s * S)
-    if not BACK:  # nobody asks for the end of the last segment
-        count = tl.where(i_s == NS - 1, 0, count)
-    at = (i_b.to(tl.int64) * NS + i_s) * D + d
-    mark = marks + ((i_b.to(tl.int64) * NS + i_s) * (S // MT) - BT // MT) * D + d
-    k = tl.zeros([BD], dtype=tl.float32)
-    h, p = k, k + 1.0
-    if ONE:
-        h = tl.load(initial + at, mask=d < D, other=0.0)
-    weight = tl.load(c + d, mask=d < D, other=0.0).to(tl.float32)
-    v, w, u, e = (
-        _nothing(x, d, D, EACH, BT),
-        _nothing(g, d, D, EACH, BT),
-        _nothing(b, d, D, BM, BT),
-        _nothing(dy, d, D, EACH, BT),
-    )
+    # nobody asks what leaves the row
+    count = tl.where(i_s == (0 if BACK else NS - 1), 0, tl.minimum(S, T - i_s * S))
+    h = tl.zeros([BD], dtype=tl.float32)
+    p = h + 1.0
+    v, w, u = _nothing(x, d, D, EACH, BT), _nothing(g, d, D, EACH, BT), _nothing(b, d, D, BM, BT)
     for j in range(-BT, count, BT):
         row, left = first + j + BT, count - j - BT
         next_v, next_w = _tile(x, row, left, d, D, BT), _tile(g, row, left, d, D, BT)
-        next_u, next_e = u, e
+        next_u = u
         if BM == EACH:
             next_u = _tile(b, row, left, d, D, BT)
-        if BACK and not ONE:
-            next_e = _tile(dy, row, left, d, D, BT)
         for i in tl.static_range(BT):
-            if BACK and i % MT == 0:
-                live = (d < D) & (j >= 0) & (j + i < count)
-                tl.store(mark, h, mask=live)
-                if not ONE:
-                    tl.store(mark + MARKS, p, mask=live)
-                mark += D
             a = tl.exp(tl.maximum(w[i], _FLOOR))
-            h = a * h + u[i].to(tl.float32) * v[i].to(tl.float32)
             p = a * p
-            if BACK and not ONE:
-                k += p * (weight * e[i].to(tl.float32))
-        v, w, u, e = next_v, next_w, next_u, next_e
-    if not ONE:
-        tl.store(ends + at, h, mask=d < D)
-        tl.store(products + at, p, mask=d < D)
-        if BACK:
-            tl.store(adjoints + at, k, mask=d < D)
+            put = u[i].to(tl.float32) * v[i].to(tl.float32)
+            if BACK:
+                h += p * put
+            else:
+                h = a * h + put
+        v, w, u = next_v, next_w, next_u
+    at = (i_b.to(tl.int64) * NS + i_s) * D + d
+    tl.store(ends + at, h, mask=d < D)
+    tl.store(products + at, p, mask=d < D)
 
 
 @triton.jit(do_not_specialize=["T", "NS", "S"])
 def _outputs(
-    x, g, b, c, starts, y, after, T, NS, S,
-    D: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    x, g, b, c, starts, y, after, marks, T, NS, S,
+    D: tl.constexpr, BM: tl.constexpr, MT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """y of a segment from the state before it; the last segment writes the final state."""
+    """y of a segment from the state before it, and the state every MT tokens; the last segment
+    writes the final state."""
     i_d, i_s, i_b = _place(tl.program_id(0), D, NS, BD)
     d = i_d * BD + tl.arange(0, BD)
     first = i_b.to(tl.int64) * T + i_s * S
@@ -128,28 +107,32 @@ def _outputs(
     v, w, u = _nothing(x, d, D, EACH, BT), _nothing(g, d, D, EACH, BT), _nothing(b, d, D, BM, BT)
     weight = tl.load(c + d, mask=d < D, other=0.0).to(tl.float32)
     h = tl.load(starts + (i_b.to(tl.int64) * NS + i_s) * D + d, mask=d < D, other=0.0)
+    mark = marks + (i_b.to(tl.int64) * tl.cdiv(T, MT) + i_s * (S // MT) - BT // MT) * D + d
     for j in range(-BT, count, BT):
         row, left = first + j + BT, count - j - BT
         next_v, next_w = _tile(x, row, left, d, D, BT), _tile(g, row, left, d, D, BT)
         next_u = u
         if BM == EACH:
             next_u = _tile(b, row, left, d, D, BT)
-        cell, live = y + (first + j) * D + d, (d < D) & (j >= 0)
+        cell = y + (first + j) * D + d
         for i in tl.static_range(BT):
+            live = (d < D) & (j >= 0) & (i < count - j)
+            if i % MT == 0:
+                tl.store(mark, h, mask=live)
+                mark += D
             a = tl.exp(tl.maximum(w[i], _FLOOR))
             h = a * h + u[i].to(tl.float32) * v[i].to(tl.float32)
             out = (weight * h).to(y.dtype.element_ty)
-            tl.store(cell + i * D, out, mask=live & (i < count - j))
+            tl.store(cell + i * D, out, mask=live)
         v, w, u = next_v, next_w, next_u
     if i_s == NS - 1:
         tl.store(after + i_b.to(tl.int64) * D + d, h, mask=d < D)
 
 
-@triton.jit(do_not_specialize=["T", "NS", "S", "MARKS"])
+@triton.jit(do_not_specialize=["T", "NS", "S"])
 def _gradients(
-    x, dy, g, b, c, marks, starts, adjoints, dx, dg, db, sums, dinitial, T, NS, S, MARKS,
-    D: tl.constexpr, BM: tl.constexpr, ONE: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr,
+    x, dy, g, b, c, marks, adjoints, dx, dg, db, sums, dinitial, T, NS, S,
+    D: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a segment, those of constant b and c as sums over it, ``[2, D]``."""
     i_d, i_s, i_b = _place(tl.program_id(0), D, NS, BD)
@@ -164,10 +147,8 @@ def _gradients(
         _nothing(b, d, D, BM, BT),
         _nothing(dy, d, D, EACH, BT),
     )
-    mark = marks + ((i_b.to(tl.int64) * NS + i_s) * (S // BT) + tiles) * D + d
+    mark = marks + (i_b.to(tl.int64) * tl.cdiv(T, BT) + i_s * (S // BT) + tiles) * D + d
     h = tl.zeros([BD], dtype=tl.float32)
-    p = h
-    start = tl.load(starts + at, mask=d < D, other=0.0)
     k = tl.load(adjoints + at, mask=d < D, other=0.0)
     weight = tl.load(c + d, mask=d < D, other=0.0).to(tl.float32)
     sum_b = tl.zeros([BD], dtype=tl.float32)
@@ -180,9 +161,6 @@ def _gradients(
             next_u = _tile(b, row, left, d, D, BT)
         mark -= D
         next_h = tl.load(mark, mask=(d < D) & (j > 0), other=0.0)
-        if not ONE:
-            h += p * start
-            p = tl.load(mark + MARKS, mask=(d < D) & (j > 0), other=0.0)
         decays, kept = (), ()
         for i in tl.static_range(BT):
             a = tl.exp(tl.maximum(w[i], _FLOOR))
@@ -220,6 +198,12 @@ class Shape(NamedTuple):
     channels: int
     each: bool
 
+    @classmethod
+    def of(cls, x: Tensor, b: Tensor) -> Shape:
+        """The shape of a call."""
+        batch, time, channels = x.shape
+        return cls(batch, time, channels, b.dim() == 4)
+
 
 @planned
 def _cut(shape: Shape, name: str) -> tuple[int, int]:
@@ -238,49 +222,24 @@ def _choice(name: str) -> Choice:
 def _launch(shape: Shape, name: str, pass_: str) -> Launch:
     """A launch of a kernel over channel blocks of all segments, in the pass that cuts them."""
     segments, length = _cut(shape, pass_)
-    chosen, kernel = (
-        _choice(name),
-        {"outputs": _outputs, "gradients": _gradients}.get(name, _totals),
-    )
-    numbers = [shape.time, segments, length]
+    chosen = _choice(name)
+    kernel = {"outputs": _outputs, "gradients": _gradients, "totals": _totals}[name]
     constants: dict[str, Any] = {
         "D": shape.channels,
         "BM": (EACH if shape.each else CONSTANT).value,
-        "BACK": pass_ == "gradients",
-        "ONE": segments == 1,
         "MT": _choice("gradients")["BT"],
         **chosen,
     }
-    if name == "totals":  # whole steps between states that are kept
+    if name == "totals" and pass_ == "gradients":
+        constants |= {"BM": CONSTANT.value, "BACK": True}
+    elif name == "totals":
+        constants["BACK"] = False
+    elif name == "outputs":  # whole steps between states that are kept
         constants["BT"] = max(constants["BT"], constants["MT"])
-    if name != "outputs":
-        numbers.append(shape.batch * segments * length // constants["MT"] * shape.channels)
     names = (*kernel.arg_names, "num_warps")
     grid = (cdiv(shape.channels, chosen["BD"]) * segments * shape.batch,)
-    return Launch(kernel, grid, *numbers, **{n: v for n, v in constants.items() if n in names})
-
-
-class Inputs(NamedTuple):
-    """Contiguous inputs: x ``[B, T, D]``, g ``[B, T, D, 1]``, b, c ``[D, 1]`` and the state."""
-
-    x: Tensor
-    g: Tensor
-    b: Tensor
-    c: Tensor
-    state: Tensor
-    shape: Shape
-
-    @classmethod
-    def prepare(cls, x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> Inputs:
-        """g and the state in float32."""
-        batch, time, channels = x.shape
-        shape = Shape(batch, time, channels, b.dim() == 4)
-        x, g, b = x.contiguous(), g.float().contiguous(), b.contiguous()
-        return cls(x, g, b, c.contiguous(), state.float().contiguous(), shape)
-
-    def per_segment(self, segments: int) -> Tensor:
-        """Room for a state of every segment, as ``scan`` takes them."""
-        return self.state.new_empty(self.shape.batch, segments, 1, 1, self.shape.channels)
+    wanted = {n: v for n, v in constants.items() if n in names}
+    return Launch(kernel, grid, shape.time, segments, length, **wanted)
 
 
 def fits(b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor) -> bool:
@@ -290,42 +249,60 @@ def fits(b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor) -
     return theta is None and selective and b.shape[-2:] == each and c.shape == each
 
 
-def forward(x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """``y`` in the dtype of ``x`` and the final state, float32, as ``kernel.forward``."""
-    given = Inputs.prepare(x, b, c, g, state)
-    x, g, b, c, starts, shape = given
-    segments, _ = _cut(shape, "outputs")
-    if segments > 1:
-        ends, products = given.per_segment(segments), given.per_segment(segments)
-        totals = _launch(shape, "totals", "outputs")
-        totals(x, x, g, b, c, given.state, ends, products, ends, ends)
-        starts = scan(given.state, ends, products, reverse=False)
-    y, after = torch.empty_like(x), torch.empty_like(given.state)
-    _launch(shape, "outputs", "outputs")(x, g, b, c, starts, y, after)
-    return y, after.to(state.dtype)
+def allocate(x: Tensor) -> Tensor:
+    """Memory for the states that are kept, of tokens 0, MT, 2 MT, ..., float32."""
+    batch, time, channels = x.shape
+    kept = cdiv(time, _choice("gradients")["BT"])
+    return x.new_empty((batch, kept, channels), dtype=torch.float32)
+
+
+def _entering(shape: Shape, pass_: str, x: Tensor, g: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    """What enters every segment of a pass; ``first`` ``[B, D, 1]`` what enters its first one."""
+    segments, _ = _cut(shape, pass_)
+    if segments == 1:
+        return first
+    ends, products = (first.new_empty(shape.batch, segments, 1, 1, shape.channels) for _ in "ep")
+    _launch(shape, "totals", pass_)(x, g, b, ends, products)
+    return scan(first, ends, products, reverse=pass_ == "gradients")
+
+
+def forward(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``y`` in the dtype of ``x``, the final state, float32, and the states that are kept."""
+    shape, dtype = Shape.of(x, b), state.dtype
+    x, g, b, c, state = (v.contiguous() for v in (x, g.float(), b, c, state.float()))
+    starts = _entering(shape, "outputs", x, g, b, state)
+    y, after, marks = torch.empty_like(x), torch.empty_like(state), allocate(x)
+    _launch(shape, "outputs", "outputs")(x, g, b, c, starts, y, after, marks)
+    return y, after.to(dtype), marks
 
 
 def backward(
-    x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, dy: Tensor, dstate: Tensor
+    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    dy: Tensor,
+    dstate: Tensor,
+    marks: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients as ``kernel_backward.backward`` gives them."""
-    given = Inputs.prepare(x, b, c, g, state)
-    dy, adjoints, shape = dy.contiguous(), dstate.float().contiguous(), given.shape
-    segments, length = _cut(shape, "gradients")
-    ends, products, handed = (given.per_segment(segments) for _ in range(3))
-    tiles = segments * length // _choice("gradients")["BT"]
-    marks = ends.new_empty(1 if segments == 1 else 2, shape.batch, tiles, shape.channels)
-    inputs = (given.x, dy, given.g, given.b, given.c)
-    totals = _launch(shape, "totals", "gradients")
-    totals(*inputs, given.state, ends, products, handed, marks)
-    starts = given.state
-    if segments > 1:
-        starts = scan(starts, ends, products, reverse=False)
-        adjoints = scan(adjoints, handed, products, reverse=True)
-    dx, dg, db, dinitial = (torch.empty_like(v) for v in (*given[:3], given.state))
+    """Gradients as ``kernel_backward.backward`` gives them.
+
+    Args:
+        given: x, b, c, g and state, as ``forward`` took them.
+        dy: Gradient of ``y``.
+        dstate: Gradient of the final state.
+        marks: The states that ``forward`` kept.
+    """
+    shape = Shape.of(*given[:2])
+    dtypes = [v.dtype for v in given]
+    x, b, c, g = (v.contiguous() for v in given[:4])
+    dy, g, last = dy.contiguous(), g.float(), dstate.float().contiguous()
+    adjoints = _entering(shape, "gradients", dy, g, c, last)
+    dx, dg, db, dinitial = (torch.empty_like(v) for v in (x, g, b, last))
+    segments, _ = _cut(shape, "gradients")
     sums = marks.new_empty(shape.batch * segments, 2, shape.channels, 1)
     gradients = _launch(shape, "gradients", "gradients")
-    gradients(*inputs, marks, starts, adjoints, dx, dg, db, sums, dinitial)
+    gradients(x, dy, g, b, c, marks, adjoints, dx, dg, db, sums, dinitial)
     sum_b, sum_c = sums.sum(0) if len(sums) > 1 else sums[0]
-    db = db if shape.each else sum_b.to(b.dtype)
-    return dx, db, sum_c.to(c.dtype), dg.to(g.dtype), g.new_empty(0), dinitial.to(state.dtype)
+    found = (dx, db if shape.each else sum_b, sum_c, dg, dinitial)
+    dx, db, dc, dg, dinitial = (v.to(dtype) for v, dtype in zip(found, dtypes, strict=True))
+    return dx, db, dc, dg, g.new_empty(0), dinitial
