@@ -22,7 +22,8 @@ from edgelin.recurrences.linear.kernel_decays import (
     load_rows,
     store_rows,
 )
-from edgelin.recurrences.linear.kernel_passes import end_product, put_segment, sum_back
+from edgelin.recurrences.linear.kernel_passes import end_product, sum_back
+from edgelin.recurrences.linear.kernel_segments import put_segment
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from edgelin.recurrences.launches import Launch, cdiv, planned, power_of_2
 from edgelin.recurrences.linear import kernel
 from edgelin.recurrences.linear.kernel_backward import gradients
 from edgelin.recurrences.linear.kernel_decays import HEAD, load_rows
-from edgelin.recurrences.linear.kernel_passes import head_decays
 from edgelin.recurrences.linear.kernel_plan import DK, OUTPUT, Plan, whole_of
+from edgelin.recurrences.linear.kernel_segments import head_decays
 
 
 @triton.jit

@@ -1,8 +1,7 @@
-"""Triton kernels of the linear recurrence: the pass over a segment, and what starts it.
+"""Triton kernels of the linear recurrence: the pass over a segment.
 
-Time is cut into segments. When there are several, `segment` computes what each adds to the state,
-`scan` turns that into the state before each segment, and `attend` runs over all segments in
-parallel, chunk by chunk (equations in ``chunked.py``).
+Time is cut into segments. When there are several, ``kernel_segments.py`` makes the state before
+each, and `attend` runs over all segments in parallel, chunk by chunk (equations in ``chunked.py``).
 
 One kernel serves the output and all gradients. With rows y (width Y, the side that decays) and x
 (width X), the state is H = sum of x_t y_t^T, decayed along Y, and a row a_i reads it:
@@ -32,7 +31,6 @@ from edgelin.recurrences.linear.kernel_decays import (
     FLOOR,
     HEAD,
     KEY,
-    NONE,
     REACH,
     _sums,
     from_middle,
@@ -40,6 +38,7 @@ from edgelin.recurrences.linear.kernel_decays import (
     load_rows,
     store_rows,
 )
+from edgelin.recurrences.linear.kernel_segments import halves, head_decays
 
 
 @triton.jit(do_not_specialize=["T", "per_segment"])
@@ -73,14 +72,6 @@ def split(
 
 
 @triton.jit
-def _halves(p, i_bh, n, o_y, T, Y: tl.constexpr, BT: tl.constexpr):
-    """Log decays `[BY]` of keys over half of chunk ``n``; zero for chunks behind the end."""
-    chunks = tl.cdiv(T, BT)
-    return tl.load(p + (i_bh.to(tl.int64) * chunks + n) * Y + o_y, mask=(o_y < Y) & (n < chunks),
-                   other=0.0)  # fmt: skip
-
-
-@triton.jit
 def _differences(sums, WIDE: tl.constexpr, REV: tl.constexpr):
     """G_i - G_j `[BT, BT]`, backwards G_j - G_i, float32.
 
@@ -95,20 +86,6 @@ def _differences(sums, WIDE: tl.constexpr, REV: tl.constexpr):
     if REV:
         apart = -apart
     return apart
-
-
-@triton.jit
-def head_decays(g, token, o_t, live, H: tl.constexpr, REV: tl.constexpr, WIDE: tl.constexpr):
-    """G `[BT]` of a head, factors of what a row reads and adds, and the decay of the whole."""
-    steps = tl.maximum(tl.load(g + token + o_t * H, mask=live, other=0.0).to(tl.float32), FLOOR)
-    sums = tl.cumsum(steps.to(WIDE), axis=0)
-    total = tl.sum(steps.to(WIDE), axis=0)
-    up, down = tl.exp(sums.to(tl.float32)), tl.exp((total - sums).to(tl.float32))
-    total = tl.exp(total.to(tl.float32))
-    if REV:
-        return sums, down, up, total
-    else:
-        return sums, up, down, total
 
 
 @triton.jit
@@ -204,6 +181,75 @@ def _key_gradients(
 
 
 @triton.jit
+def _rows(
+    a, x, y, token, shared, o_t, o_x, o_y, live,
+    H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, INNER: tl.constexpr,
+    DT: tl.constexpr,
+):  # fmt: skip
+    """Rows of a chunk, of a, x and y."""
+    if INNER:
+        b_a = load_rows(a + shared * Y, o_t, o_y, live, HY, Y).to(DT)
+    else:
+        b_a = load_rows(a + token * X, o_t, o_x, live, H, X).to(DT)
+    b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
+    return b_a, b_x, load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
+
+
+@triton.jit
+def _put_rows(out, acc, token, o_t, o_x, o_y, live, H: tl.constexpr, X: tl.constexpr,
+              Y: tl.constexpr, INNER: tl.constexpr):  # fmt: skip
+    """Store the outputs of a chunk."""
+    if INNER:
+        store_rows(out + token * X, acc, o_t, o_x, live, H, X)
+    else:
+        store_rows(out + token * Y, acc, o_t, o_y, live, H, Y)
+
+
+@triton.jit
+def _vector(p, o_y, Y: tl.constexpr):
+    """A state of the column `[BY]`."""
+    return tl.load(p + o_y, mask=o_y < Y, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _weigh(
+    w, g, m, token, part, acc, carry, seen, o_t, o_y, live,
+    H: tl.constexpr, HY: tl.constexpr, Y: tl.constexpr, MODE: tl.constexpr, REV: tl.constexpr,
+    PT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """What a pass gives the decay's gradient, for a head to the ``part`` of ``w`` of its block."""
+    weight = acc * load_rows(m, o_t, o_y, live, HY, Y).to(tl.float32)
+    if MODE == HEAD:
+        p_w, p_g = w + part + token + o_t * H, g + token + o_t * H
+        carry = _decay_gradient(p_w, tl.sum(weight, axis=1), p_g, carry, live, H, REV)
+    else:
+        acc, carry = _key_gradients(
+            w, g, token, acc, weight, carry, seen, o_t, o_y, live, H, Y, REV, PT, PARTS
+        )
+    return acc, carry
+
+
+@triton.jit
+def _between(state, enter, leave, i_bh, n, goes_on, o_y, T,
+             Y: tl.constexpr, BT: tl.constexpr, REV: tl.constexpr):  # fmt: skip
+    """The state after chunk ``n``, decayed to the middle of the next one if there is one."""
+    log_decay = halves(leave, i_bh, n, o_y, T, Y, BT)
+    if goes_on:
+        log_decay += halves(enter, i_bh, n - 1 if REV else n + 1, o_y, T, Y, BT)
+    return state * tl.exp(log_decay)[None, :]
+
+
+@triton.jit
+def _divided(acc, sums, eps, p_sums, p_floor, live, is_first, FLOORED: tl.constexpr):
+    """The output over its denominator; the first block of X leaves the sums."""
+    if is_first:
+        tl.store(p_sums, sums, mask=live)
+    if FLOORED:
+        sums = tl.maximum(tl.abs(sums), tl.load(p_floor, mask=live, other=0.0))
+    return acc / (sums + eps)[:, None]
+
+
+@triton.jit
 def attend(
     a, x, y, g, enter, leave, far, h, ends, out, final, m, w,
     column, h_z, ends_z, final_z, floor, T, chunks, h_scale, out_scale,
@@ -238,27 +284,21 @@ def attend(
     if WEIGH and REV:
         carry = end_product(ends, s_e, cells, in_state, state, out_scale)
     if NORM:  # the states of z lie as those of a column do, X times as close
-        p_z = (i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s) // X + o_y
-        z = tl.load(h_z + p_z, mask=o_y < Y, other=0.0).to(tl.float32) * h_scale
+        p_z = (i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s) // X
+        z = _vector(h_z + p_z, o_y, Y) * h_scale
         if WEIGH and REV:
-            end = tl.load(ends_z + s_e // X + p_z, mask=o_y < Y, other=0.0).to(tl.float32)
-            carry += end * z * out_scale
+            carry += _vector(ends_z + s_e // X + p_z, o_y, Y) * z * out_scale
     if MODE == HEAD:
         carry = tl.sum(carry, axis=0)
     if MODE == KEY:
         n = i_s * chunks + (chunks - 1 if REV else 0)
-        state *= tl.exp(_halves(enter, i_bh, n, o_y, T, Y, BT))[None, :]
+        state *= tl.exp(halves(enter, i_bh, n, o_y, T, Y, BT))[None, :]
     for c in range(0, chunks):
         n = i_s * chunks + (chunks - 1 - c if REV else c)
         live = n * BT + o_t < T
         token = (b.to(tl.int64) * T + n * BT) * H + i_h
         shared = token if H == HY else token // H
-        b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
-        b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
-        if INNER:
-            b_a = load_rows(a + shared * Y, o_t, o_y, live, HY, Y).to(DT)
-        else:
-            b_a = load_rows(a + token * X, o_t, o_x, live, H, X).to(DT)
+        b_a, b_x, b_y = _rows(a, x, y, token, shared, o_t, o_x, o_y, live, H, HY, X, Y, INNER, DT)
         if NORM and not INNER:
             extra = tl.load(column + token + o_t * H, mask=live, other=0.0)
         acc, sums, state, z = _step(
@@ -266,118 +306,22 @@ def attend(
             H, MODE, INNER, REV, NORM, DT, WIDE,
         )  # fmt: skip
         if MODE == KEY:
-            log_decay = _halves(leave, i_bh, n, o_y, T, Y, BT)
-            if c + 1 < chunks:
-                log_decay += _halves(enter, i_bh, n - 1 if REV else n + 1, o_y, T, Y, BT)
-            state *= tl.exp(log_decay)[None, :]
+            state = _between(state, enter, leave, i_bh, n, c + 1 < chunks, o_y, T, Y, BT, REV)
         acc = acc * out_scale
         if NORM and INNER:
-            sums *= out_scale
-            if i_o == 0:
-                tl.store(column + token + o_t * H, sums, mask=live)
-            if FLOORED:
-                least = tl.load(floor + token + o_t * H, mask=live, other=0.0)
-                sums = tl.maximum(tl.abs(sums), least)
-            acc /= (sums + eps)[:, None]
+            p_c, p_f = column + token + o_t * H, floor + token + o_t * H
+            acc = _divided(acc, sums * out_scale, eps, p_c, p_f, live, i_o == 0, FLOORED)
         if WEIGH:
-            weight = acc * load_rows(m + shared * Y, o_t, o_y, live, HY, Y).to(tl.float32)
-            if MODE == HEAD:
-                p_w = w + i_o.to(tl.int64) * s_w + token + o_t * H
-                p_g, weight = g + token + o_t * H, tl.sum(weight, axis=1)
-                carry = _decay_gradient(p_w, weight, p_g, carry, live, H, REV)
-            else:
-                acc, carry = _key_gradients(
-                    w, g, token, acc, weight, carry, seen, o_t, o_y, live, H, Y, REV, PT, PARTS
-                )
-        if INNER:
-            store_rows(out + token * X, acc, o_t, o_x, live, H, X)
-        else:
-            store_rows(out + token * Y, acc, o_t, o_y, live, H, Y)
+            p_m, part = m + shared * Y, i_o.to(tl.int64) * s_w
+            acc, carry = _weigh(
+                w, g, p_m, token, part, acc, carry, seen, o_t, o_y, live, H, HY, Y, MODE, REV, PT,
+                PARTS,
+            )  # fmt: skip
+        _put_rows(out, acc, token, o_t, o_x, o_y, live, H, X, Y, INNER)
     if i_s == (0 if REV else tl.num_programs(1) - 1):
+        factor = out_scale if REV else 1.0
         p_final = final + i_bh.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
-        tl.store(p_final, state * (out_scale if REV else 1.0), mask=in_state)
+        tl.store(p_final, state * factor, mask=in_state)
         if NORM:
-            z *= out_scale if REV else 1.0
-            tl.store(final_z + i_bh * Y + o_y, z, mask=(o_y < Y) & ((not INNER) | (i_o == 0)))
-
-
-@triton.jit
-def segment(
-    x, y, g, enter, leave, far, h, total, T, chunks,
-    H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
-    BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
-    MODE: tl.constexpr, REV: tl.constexpr, DT: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """What a segment adds to the state, into ``h`` `[B*H, N + 1, X, Y]`, and by which factor
-    ``total`` `[B*H, N, Y]` it multiplies it."""
-    i_bh, i_s, i_o = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if MODE == KEY:
-        if tl.load(far + i_bh * tl.num_programs(1) + i_s) != 0:
-            return
-    b, i_h = i_bh // H, i_bh % H
-    o_t = tl.arange(0, BT)
-    blocks: tl.constexpr = (Y + BY - 1) // BY
-    o_x = i_o // blocks * BX + tl.arange(0, BX)
-    o_y = i_o % blocks * BY + tl.arange(0, BY)
-    state = tl.zeros([BX, BY], dtype=tl.float32)
-    decay = tl.full([BY], 1.0, dtype=tl.float32)
-    for c in range(0, chunks):
-        n = i_s * chunks + (chunks - 1 - c if REV else c)
-        live = n * BT + o_t < T
-        token = (b.to(tl.int64) * T + n * BT) * H + i_h
-        shared = token if H == HY else token // H
-        b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
-        b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
-        if MODE == HEAD:
-            _, _, adds, whole = head_decays(g, token, o_t, live, H, REV, WIDE)
-            b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
-            state *= whole
-            decay *= whole
-        if MODE == KEY:
-            before = tl.exp(_halves(enter, i_bh, n, o_y, T, Y, BT))
-            state *= before[None, :]
-            decay *= before
-        state = tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee")
-        if MODE == KEY:
-            after = tl.exp(_halves(leave, i_bh, n, o_y, T, Y, BT))
-            state *= after[None, :]
-            decay *= after
-    put_segment(h, total, state, decay, i_bh, i_s, i_o < blocks, o_x, o_y, X, Y)
-
-
-@triton.jit
-def put_segment(h, total, state, decay, i_bh, i_s, is_first, o_x, o_y,
-                X: tl.constexpr, Y: tl.constexpr):  # fmt: skip
-    """Store what a segment does; of the decay, the first block of X stands for all."""
-    segments = tl.num_programs(1)
-    p_h = h + (i_bh.to(tl.int64) * (segments + 1) + i_s) * (X * Y)
-    in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
-    tl.store(p_h + o_x[:, None] * Y + o_y[None, :], state, mask=in_state)
-    if is_first:
-        p_total = total + (i_bh.to(tl.int64) * segments + i_s) * Y
-        tl.store(p_total + o_y, decay, mask=o_y < Y)
-
-
-@triton.jit(do_not_specialize=["N"])
-def scan(
-    h, total, initial, N, h_scale,
-    X: tl.constexpr, Y: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, REV: tl.constexpr,
-):  # fmt: skip
-    """Replace what segments add by the state before each, from ``initial`` `[B, H, Y, X]` on.
-
-    Forwards the state after the last is left at N, backwards the first one at N.
-    """
-    i_bh, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o = i_e * BLOCK + tl.arange(0, BLOCK)
-    live = o < X * Y
-    state = tl.load(initial + i_bh * (X * Y) + o % Y * X + o // Y, mask=live, other=0.0)
-    state = state.to(tl.float32) * h_scale
-    for step in range(0, N):
-        n = N - 1 - step if REV else step
-        p_h = h + (i_bh * (N + 1) + n) * (X * Y) + o
-        increment = tl.load(p_h, mask=live, other=0.0)
-        tl.store(p_h, state, mask=live)
-        if MODE != NONE:
-            state *= tl.load(total + (i_bh * N + n) * Y + o % Y, mask=live, other=0.0)
-        state += increment
-    tl.store(h + (i_bh * (N + 1) + N) * (X * Y) + o, state, mask=live)
+            first = (not INNER) | (i_o == 0)
+            tl.store(final_z + i_bh * Y + o_y, z * factor, mask=(o_y < Y) & first)

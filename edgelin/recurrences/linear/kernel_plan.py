@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from edgelin.recurrences.launches import Choice, Launch, cdiv, choose, planned, power_of_2
-from edgelin.recurrences.linear import kernel_by_key, kernel_decays, kernel_passes
+from edgelin.recurrences.linear import kernel_by_key, kernel_decays, kernel_passes, kernel_segments
 
 NONE, HEAD, KEY = (
     mode.value for mode in (kernel_decays.NONE, kernel_decays.HEAD, kernel_decays.KEY)
@@ -150,10 +150,10 @@ class Plan:
 
     @planned
     def scan(self, kind: Pass, width: int) -> Launch:
-        """Of ``kernel_passes.scan``, for so many columns of x."""
+        """Of ``kernel_segments.scan``, for so many columns of x."""
         x, y = width, self.widths(kind)[1]
         return Launch(
-            kernel_passes.scan, (self.rows, cdiv(x * y, 1024)),
+            kernel_segments.scan, (self.rows, cdiv(x * y, 1024)),
             self.segments, 1.0 / self.shape.scale if kind.reverse else 1.0,
             X=x, Y=y, BLOCK=1024, MODE=self.shape.mode, REV=kind.reverse, num_warps=4,
         )  # fmt: skip
@@ -168,7 +168,7 @@ class Plan:
         sizes = {"H": self.shape.heads, "X": x, "Y": y, "BX": block_x, "BY": block_y}
         if not far:
             return Launch(
-                kernel_passes.segment, grid, self.shape.time, self.chunks, **sizes,
+                kernel_segments.segment, grid, self.shape.time, self.chunks, **sizes,
                 HY=self.shape.key_heads, BT=self.block_t, MODE=self.shape.mode, REV=kind.reverse,
                 DT=self.dtypes["DT"], WIDE=self.wide,
                 num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
