@@ -157,13 +157,15 @@ def _function(name: str, operator: Operator) -> Any:
 
 def _is_direct(inputs: tuple[Any, ...]) -> bool:
     """Whether a call is of plain CUDA tensors, and nobody traces, transforms or records it."""
-    return (
-        not torch.compiler.is_compiling()
-        and inputs[0].is_cuda
-        and all(type(x) in (Tensor, Parameter) for x in inputs if isinstance(x, Tensor))
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch.jit.is_tracing()
+    if torch.compiler.is_compiling() or not inputs[0].is_cuda:
+        return False
+    for x in inputs:
+        if isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not Parameter:
+            return False
+    return not (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.jit.is_tracing()
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor
 from edgelin.recurrences import launches
 from edgelin.recurrences.launches import Launch
 from edgelin.recurrences.linear import linear
+
+STREAM = 7
 
 
 class Kernel:
@@ -34,11 +37,28 @@ class Kernel:
 class Compiled:
     """A compiled kernel: it takes three numbers of programs, and constants by position."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, calls: list[tuple[str, Any]]) -> None:
         self.calls = calls
 
+    def run(self, *args: Any) -> None:
+        assert args[3:9] == (STREAM, "function", "metadata", None, None, None)
+        self.calls.append(("kept", (args[:3], args[11:])))
+
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return lambda *args: self.calls.append(("kept", (grid, args[2:])))
+        return lambda *args: self.calls.append(("watched", (grid, args[2:])))
+
+
+@pytest.fixture(autouse=True)
+def hooks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Triton's, around launches."""
+    runtime = SimpleNamespace(
+        launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[])
+    )
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(launches, "_runtime", lambda: (runtime, lambda device: STREAM))
+    return runtime
 
 
 def new(kernel: Kernel) -> Launch:
@@ -57,13 +77,27 @@ def test_the_second_launch_is_what_the_first_compiled() -> None:
     ]
 
 
+def test_hooks_see_launches(hooks: SimpleNamespace) -> None:
+    kernel, x = Kernel(), torch.empty(64)
+    launch = new(kernel)
+    launch(x, x)
+    for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        hook.calls.append(print)
+        launch(x, x)
+        hook.calls.clear()
+    hooks.launch_exit_hook = None
+    launch(x, x)
+    assert kernel.calls[1:] == [("watched", ((4, 2, 1), (65, 0.5, 32, False)))] * 3
+
+
 def test_other_dtypes_and_addresses_go_through_triton() -> None:
     kernel, x = Kernel(), torch.empty(64)
     launch = new(kernel)
-    for pair in [(x, x[1:]), (x, x), (x, x), (x, x[1:]), (x, x.bfloat16()), (x, x[4:])]:
-        launch(*pair)
+    half = x.bfloat16()
+    for y in (x[1:], x, x, x[1:], x[4:], half, half, x):
+        launch(x, y)
     assert [how for how, _ in kernel.calls] == [
-        "triton", "triton", "kept", "triton", "triton", "kept",
+        "triton", "triton", "kept", "triton", "kept", "triton", "kept", "triton",
     ]  # fmt: skip
 
 
@@ -115,10 +149,10 @@ def test_kept_launches_compute_the_same() -> None:
         moved = buffer.clone()
         moved[shift:] = buffer[: len(buffer) - shift]
         inputs = moved[shift : len(buffer) - 1 + shift].view(3, 1, 130, 2, 64)
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        assert leaves[0].data_ptr() % 16 == 2 * shift
-        o, after = linear(*leaves, None, state, scale=0.1)
-        found.append([o, after, *torch.autograd.grad(o.float().square().sum(), leaves)])
+        q, k, v = (x.detach().requires_grad_() for x in inputs)
+        assert q.data_ptr() % 16 == 2 * shift
+        o, after = linear(q, k, v, None, state, scale=0.1)
+        found.append([o, after, *torch.autograd.grad(o.float().square().sum(), (q, k, v))])
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+            assert (a - b).float().norm() < 1e-2 * a.float().norm()

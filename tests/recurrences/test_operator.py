@@ -109,12 +109,28 @@ def test_second_derivatives_are_refused(case: Any, direct: Callable[[], None]) -
         torch.autograd.grad(first[0].sum(), inputs[1:2])
 
 
+def test_a_view_of_more_is_copied(direct: Callable[[], None]) -> None:
+    def forward(x: Tensor, scale: float) -> tuple[Tensor]:
+        return ((torch.cat([x, x]) * scale)[: len(x)],)
+
+    def backward(x: Tensor, scale: float, up: Tensor) -> tuple[Tensor]:
+        return (up * scale,)
+
+    double = operator.Operator("double", forward, backward, outputs=("x",))
+    direct()
+    x = torch.ones(3, requires_grad=True)
+    (y,) = double(x, 2.0)
+    y.add_(1)
+    assert y.tolist() == [3, 3, 3]
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2, 2, 2]
+
+
 class Wrapped(Tensor):
     """A subclass, as quantised or distributed tensors are."""
 
 
 def test_who_sees_the_custom_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, seen = torch.ones(2), []
+    x, seen = torch.ones(2), list[bool]()
     assert not operator._is_direct((x,))
     monkeypatch.setattr(Tensor, "is_cuda", True)
     assert operator._is_direct((x, None, torch.nn.Parameter(x), 0.5))
@@ -124,8 +140,12 @@ def test_who_sees_the_custom_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not operator._is_direct((fake,))
     with FlopCounterMode(display=False):  # it sees every operator
         assert not operator._is_direct((x,))
-    torch.vmap(lambda y: (seen.append(operator._is_direct((y,))), y)[1])(x)
-    torch.func.grad(lambda y: (seen.append(operator._is_direct((y,))), y.sum())[1])(x)
-    torch.jit.trace(lambda y: (seen.append(operator._is_direct((y,))), y + 1)[1], x,
-                    check_trace=False)  # fmt: skip
+
+    def look(y: Tensor) -> Tensor:
+        seen.append(operator._is_direct((y,)))
+        return y.sum()
+
+    torch.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.jit.trace(look, x, check_trace=False)
     assert seen == [False, False, False]
