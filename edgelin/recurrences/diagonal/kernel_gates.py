@@ -9,6 +9,7 @@ many as it takes to fill a GPU: with one, ``_outputs`` reads every input once, a
 With one segment a row, ``_outputs`` runs it, and keeps a state every MT tokens; ``_gradients`` goes
 back tile by tile, and makes the states within from those kept. Several are run from zero before, by
 ``_totals``, and ``scan`` tells what enters each: a state forwards, its gradient backwards.
+``_totals`` stops where nothing of the remaining tokens would be left at the other end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from edgelin.recurrences.diagonal.kernel_scan import _FLOOR, CONSTANT, EACH, _pl
 from edgelin.recurrences.launches import Choice, Launch, cdiv, choose, planned
 
 SEGMENT = 64  # tokens: segments are multiples of it, and it of BT
+_GONE = tl.constexpr(1e-37)  # the least product of decays that counts, about float32's least
 # lanes: channels of all segments of all rows, 4 warps of them on each of 132 multiprocessors
 RULES: dict[str, Choice] = {
     "outputs": {"lanes": 16384, "BT": 32, "BD": 64, "num_warps": 2},
@@ -62,8 +64,9 @@ def _totals(
 ):  # fmt: skip
     """Last state of a segment that starts from zero, and the product of its decays.
 
-    BACK: dy and c stand for x and b, and it is the gradient of the state before the segment when
-    nothing comes from after it.
+    Tokens are summed from the last one back, as far as the product of decays counts: where they are
+    fast, that is a few tiles. BACK: dy and c stand for x and b, and it is the gradient of the state
+    before the segment when nothing comes from after it, from the first token on.
     """
     i_d, i_s, i_b = _place(tl.program_id(0), D, NS, BD)
     d = i_d * BD + tl.arange(0, BD)
@@ -71,26 +74,34 @@ def _totals(
     # nobody asks what leaves the row
     count = tl.where(i_s == (0 if BACK else NS - 1), 0, tl.minimum(S, T - i_s * S))
     h = tl.zeros([BD], dtype=tl.float32)
-    p = h + 1.0
+    p = tl.where(d < D, h + 1.0, 0.0)
     v, w, u = _nothing(x, d, D, EACH, BT), _nothing(g, d, D, EACH, BT), _nothing(b, d, D, BM, BT)
-    for j in range(-BT, count, BT):
-        row, left = first + j + BT, count - j - BT
-        next_v, next_w = _tile(x, row, left, d, D, BT), _tile(g, row, left, d, D, BT)
+    j = 0 if BACK else (tl.cdiv(count, BT) - 1) * BT  # the tile that comes next
+    left = tl.where(j < 0, 0, count - j)
+    going = True
+    while going:
+        next_v, next_w = _tile(x, first + j, left, d, D, BT), _tile(g, first + j, left, d, D, BT)
         next_u = u
         if BM == EACH:
-            next_u = _tile(b, row, left, d, D, BT)
-        for i in tl.static_range(BT):
+            next_u = _tile(b, first + j, left, d, D, BT)
+        for i in tl.static_range(
+            0 if BACK else BT - 1, BT if BACK else -1, 1 if BACK else -1
+        ):  # fmt: skip
             a = tl.exp(tl.maximum(w[i], _FLOOR))
-            p = a * p
             put = u[i].to(tl.float32) * v[i].to(tl.float32)
             if BACK:
+                p = a * p
                 h += p * put
             else:
-                h = a * h + put
+                h += p * put
+                p = a * p
         v, w, u = next_v, next_w, next_u
-    at = (i_b.to(tl.int64) * NS + i_s) * D + d
-    tl.store(ends + at, h, mask=d < D)
-    tl.store(products + at, p, mask=d < D)
+        going = (left > 0) & (tl.max(p, axis=0) > _GONE)
+        j += BT if BACK else -BT
+        left = tl.where(j < 0, 0, count - j)
+    cell = (i_b.to(tl.int64) * NS + i_s) * D + d
+    tl.store(ends + cell, h, mask=d < D)
+    tl.store(products + cell, p, mask=d < D)
 
 
 @triton.jit(do_not_specialize=["T", "NS", "S"])
