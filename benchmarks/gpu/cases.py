@@ -238,7 +238,7 @@ def _diagonal(form: Callable[..., tuple[Tensor, ...]]) -> Call:
 
     def call(x: Inputs) -> tuple[Tensor, ...]:
         one = torch.ones(x["x"].shape[-1], 1, dtype=x["state"].dtype, device=x["x"].device)
-        return form(x["x"], one, one, x["g"][..., None], None, x["state"])
+        return form(x["x"], one, one, x["g"].unsqueeze(-1), None, x["state"])
 
     return call
 
