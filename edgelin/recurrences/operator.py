@@ -72,6 +72,8 @@ class Operator:
     def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Run it on its inputs, all of them, in the order of ``forward``."""
         count = len(self.like)
+        if inputs[0].is_cuda and not is_exporting():
+            inputs = tuple(_dense(x) if isinstance(x, Tensor) else x for x in inputs)
         if not _is_direct(inputs):
             keeps = torch.is_grad_enabled() and not is_exporting()
             return tuple((self.keeping_op if keeps else self.op)(*inputs)[:count])
@@ -153,6 +155,12 @@ def _function(name: str, operator: Operator) -> Any:
         "backward": staticmethod(operator._gradients),
     }
     return type(f"edgelin_{name}", (torch.autograd.Function,), methods)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Parts of a fused projection made contiguous once, not again by the backward pass; what is
+    expanded stays as it is."""
+    return x if x.is_contiguous() or 0 in x.stride() else x.contiguous()
 
 
 def _is_direct(inputs: tuple[Any, ...]) -> bool:
