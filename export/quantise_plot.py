@@ -26,12 +26,12 @@ def draw(trade_off: TradeOff, path: Path) -> None:
     for name, (cost, loss) in trade_off.uniform.items():
         if loss >= least:
             axes.plot(cost, loss, "s", color="tab:blue")
-            place = (8, 8 if above else -12)
+            place = (8, 8) if above else (10, -4)
             axes.annotate(name, (cost, loss), place, textcoords="offset points")
             above = not above
     axes.axhline(trade_off.budget_kl, color="tab:red", linestyle="--", linewidth=1)
     axes.annotate(
-        f"budget {trade_off.budget_kl:.3g} nat",
+        f"budget, about {trade_off.budget_kl:.3g} nat",
         (1, trade_off.budget_kl),
         (-4, 4),
         xycoords=("axes fraction", "data"),

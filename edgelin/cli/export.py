@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     "--budget-top1",
     type=float,
     help="Least share of positions whose first choice stays the float model's.  [default with "
-    "auto, unless --budget-kl is given: 0.92]",
+    "auto, unless --budget-kl is given: 0.93]",
 )
 @click.option(
     "--minimise",

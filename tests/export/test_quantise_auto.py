@@ -128,8 +128,8 @@ def test_budgets_say_what_was_missed() -> None:
 
 def test_auto_guards_first_choices_unless_the_budget_is_in_nat() -> None:
     limits = {
-        (): Budget(relative=0.02, top1=0.92),
-        (("budget", 0.1),): Budget(relative=0.1, top1=0.92),
+        (): Budget(relative=0.02, top1=0.93),
+        (("budget", 0.1),): Budget(relative=0.1, top1=0.93),
         (("budget_kl", 0.1),): Budget(kl=0.1),
         (("budget_kl", 0.1), ("budget_top1", 0.8)): Budget(kl=0.1, top1=0.8),
         (("budget_top1", 0.0),): Budget(relative=0.02, top1=0.0),
