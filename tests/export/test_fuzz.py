@@ -56,6 +56,25 @@ MIXERS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "rg_lru": {"inner_size": SIZES, "num_blocks": SMALL},
     "min_gru": {"inner_size": SIZES},
     "short_conv": {"conv_size": st.integers(1, 6)},
+    "deltanet": HEADS,
+    "kda": {**HEADS, "conv_size": st.integers(1, 5)},
+    "hgrn2": HEADS,
+    "lightning_attention": HEADS,
+    "ema_attention": {**HEADS, "feature_map": MAPS},
+    "mlstm": {**HEADS, "bias": st.booleans()},
+    "rwkv4": {"inner_size": SIZES},
+    "rwkv6": {**HEADS, "mix_rank": SMALL, "decay_rank": SMALL},
+    "rnn": {"inner_size": SIZES, "recurrence": st.sampled_from(["elementwise", "full"])},
+    "lti": {
+        "inner_size": st.integers(1, 20), "state_size": st.integers(1, 9),
+        "export_form": st.sampled_from(["diagonal", "dense"]),
+    },
+    "channel_mix": {"intermediate_size": SIZES, "receptance": st.booleans()},
+    "moe": {
+        "num_experts": st.integers(1, 6), "experts_per_token": st.integers(1, 6),
+        "intermediate_size": SIZES, "router": st.sampled_from(["softmax", "sigmoid"]),
+        "shared_size": st.integers(0, 9), "gated": st.booleans(),
+    },
 }  # fmt: skip
 
 
