@@ -136,10 +136,9 @@ def test_types():
     assert error(o, loop(q, k, v, g, state, 1.0, u)[0]) < 1e-2
 
 
-@pytest.mark.parametrize("wrong", [{"bonus": torch.ones(6)}, {"normalizer": torch.ones(1, 2, 6)}])
-def test_wrong_bonus(wrong):
-    with pytest.raises(ValueError, match=r"bonus is .*need \[H, K\] and no normalizer"):
-        linear(*make("key", 4), **{"bonus": torch.ones(2, 6), **wrong})
+def test_bonus_and_normalizer():
+    with pytest.raises(ValueError, match="bonus and normalizer are both given"):
+        linear(*make("key", 4), bonus=torch.ones(2, 6), normalizer=torch.ones(1, 2, 6))
 
 
 @pytest.mark.parametrize("decay", DECAYS)

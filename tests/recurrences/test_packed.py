@@ -331,7 +331,8 @@ def test_wrong_ends_are_refused(numbers: Any, message: str) -> None:
 def test_rows_and_lengths_are_refused() -> None:
     made = inputs("delta none", [4, 6])
     cu_seqlens = ends([4, 6])
-    rows = made | {"q": made["q"].expand(2, -1, -1, -1)}
+    rows = {name: x.expand(2, *x.shape[1:]) if name in "q k v beta" else x
+            for name, x in made.items()}  # fmt: skip
     with pytest.raises(ValueError, match=r"is \(2, 10, 2, 6\), with cu_seqlens all need \[1, 10"):
         delta(**rows, cu_seqlens=cu_seqlens)
     for case in ("linear none", "delta none", "dplr", "diagonal real", "conv"):

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgelin.recurrences import packed
+from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import last
 
 ACTIVATIONS = (None, "silu")
+_ARGUMENTS = Arguments(("state",), x="BTC", weight="CW", bias="C", state="RCL")
 
 
 def short_convolution(
@@ -38,7 +40,7 @@ def short_convolution(
     """Convolve every channel with its own taps, causally, over time.
 
     Args:
-        x: `[B, T, C]` inputs.
+        x: `[B, T, C]` inputs, float32 or bfloat16 (float64 on CPU), as weight and bias.
         weight: `[C, W]` taps; the last one meets the newest input.
         bias: `[C]`, or None.
         state: `[B, C, W - 1]` float32 inputs before ``x``, oldest first.
@@ -52,9 +54,15 @@ def short_convolution(
     Returns:
         y: `[B, T, C]` in ``x.dtype``.
         state: `[B, C, W - 1]`, the last W - 1 inputs.
+
+    Raises:
+        ValueError: Tensors do not fit together; see :mod:`edgelin.recurrences.arguments`.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {ACTIVATIONS}")
+    _ARGUMENTS.check(cu_seqlens, x=x, weight=weight, bias=bias, state=state, lengths=lengths)
+    if not is_exporting() and state.shape[2] != weight.shape[1] - 1:
+        raise ValueError(f"state holds {state.shape[2]} inputs, need W - 1 = {weight.shape[1] - 1}")
     if cu_seqlens is not None:
 
         def call(x: Tensor, state: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,15 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from edgelin.recurrences import packed, widths
+from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.delta import chunked
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.operator import Operator
+
+_ARGUMENTS = Arguments(
+    ("g", "state"), v="BTHV", q="BTGK", k="BTGK", beta="BTH", g="BTH|BTHK", state="RHKV"
+)
 
 
 def delta(
@@ -47,13 +52,14 @@ def delta(
     product of two vectors: the forms of :mod:`edgelin.recurrences.dplr` compute that exactly.
 
     Args:
-        q: Queries `[B, T, G, K]`; each of the G heads serves H / G heads of values in a row.
+        q: Queries `[B, T, G, K]`, float32 or bfloat16 (float64 on CPU), as all that is not said to
+            be float32; each of the G heads serves H / G heads of values in a row.
         k: Keys `[B, T, G, K]`.
         v: Values `[B, T, H, V]`.
         beta: Writing strengths `[B, T, H]`.
-        g: Log decays `[B, T, H]` or `[B, T, H, K]`, clamped from below at -90, or None for no
-            decay.
-        state: State before the first token `[B, H, K, V]`, float32 (float64 with float64 values).
+        g: Log decays `[B, T, H]` or `[B, T, H, K]`, float32, <= 0, or None for no decay; below -90
+            they count as -90.
+        state: State before the first token `[B, H, K, V]`, float32 (float64 on CPU).
         scale: Factor of the outputs.
         lengths: Steps that each row really has ``[B]``, or None: all; see
             :mod:`edgelin.recurrences.lengths`.
@@ -63,7 +69,13 @@ def delta(
 
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
+
+    Raises:
+        ValueError: Tensors do not fit together; see :mod:`edgelin.recurrences.arguments`.
     """
+    _ARGUMENTS.check(cu_seqlens, v=v, q=q, k=k, beta=beta, g=g, state=state, lengths=lengths)
+    if not is_exporting() and v.shape[2] % k.shape[2]:
+        raise ValueError(f"v has H = {v.shape[2]} heads, need a multiple of G = {k.shape[2]} of k")
     if cu_seqlens is not None:
 
         def call(*inputs: Any) -> tuple[Tensor, Tensor]:

@@ -40,11 +40,11 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[B, T, H, V]` in the dtype of ``v`` and the new state; differentiable."""
+    dtype = compute_dtype(v, state)
     if g is not None and g.dim() == 4:
-        write, a, b = low_rank(k, beta, g)
+        write, a, b = low_rank(k.to(dtype), beta, g)
         return dplr_chunked.forward(q, write, v, a, b, g, state, scale)
     time = v.shape[1]
-    dtype = compute_dtype(v)
     size = min(CHUNK, time)
     g = beta.new_zeros(beta.shape) if g is None else g.clamp(min=MIN_LOG_DECAY)
     q, k, v_, beta, g = (split(x.to(dtype), size) for x in (q, k, v, beta, g))

@@ -25,9 +25,16 @@ from typing import Any
 from torch import Tensor
 
 from edgelin.recurrences import packed
+from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.diagonal import chunked
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.operator import Operator
+
+_PRECISE = ("g", "theta", "state")
+_REAL = Arguments(_PRECISE, x="BTD", b="DN|BTdN", c="DN|BTdN", g="DN|BTdN", state="RDN")
+_COMPLEX = Arguments(
+    _PRECISE, x="BTD", b="DN2|BTdN2", c="DN2|BTdN2", g="DN|BTdN", theta="DN|BTdN", state="RDN2"
+)
 
 
 def diagonal(
@@ -60,8 +67,14 @@ def diagonal(
     Returns:
         ``(y, state)``: outputs ``[B, T, D]`` in the dtype of ``x``, the state after the last
         token. A skip connection from x to y is the caller's.
+
+    Raises:
+        ValueError: Tensors do not fit together; see :mod:`edgelin.recurrences.arguments`.
     """
-    _check(b, c, g, theta, state)
+    arguments = _REAL if theta is None else _COMPLEX
+    arguments.check(cu_seqlens, x=x, b=b, c=c, g=g, theta=theta, state=state, lengths=lengths)
+    if theta is not None and theta.shape != g.shape:
+        raise ValueError(f"theta is {tuple(theta.shape)}, need the shape of g, {tuple(g.shape)}")
     if cu_seqlens is not None:
         return _packed(x, (b, c, g, theta), state, cu_seqlens, lengths)
     if lengths is not None:
@@ -95,18 +108,6 @@ def _ended(weight: Tensor, lengths: Tensor, x: Tensor) -> Tensor:
     if weight.dim() == 2:
         weight = weight.expand(*x.shape[:2], *weight.shape)
     return masked(weight, lengths)
-
-
-def _check(b: Tensor, c: Tensor, g: Tensor, theta: Tensor | None, state: Tensor) -> None:
-    """Raise ValueError where the ranks do not fit together."""
-    extra = 0 if theta is None else 1
-    ranks = (b.dim() - extra, c.dim() - extra, g.dim(), state.dim() - extra)
-    if not all(rank in (2, 4) for rank in ranks[:3]) or ranks[3] != 3:
-        raise ValueError(
-            f"ranks of b, c, g, state are {ranks}, less the (re, im) axis; need 2 or 4, and 3"
-        )
-    if theta is not None and theta.shape != g.shape:
-        raise ValueError(f"theta is {tuple(theta.shape)}, need the shape of g, {tuple(g.shape)}")
 
 
 def _forward(

@@ -23,11 +23,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgelin.recurrences import packed, widths
+from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.dplr import chunked
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.operator import Operator
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_ARGUMENTS = Arguments(
+    ("g", "state"), v="BTHV", q="BTHK", k="BTHK", a="BTHK", b="BTHK", g="BTHK", state="RHKV"
+)
 
 
 def dplr(
@@ -52,7 +56,7 @@ def dplr(
         a: What each token reads from the state before it `[B, T, H, K]`.
         b: Where it adds what it read `[B, T, H, K]`.
         g: Log decays `[B, T, H, K]`, float32, <= 0; below -90 they count as -90.
-        state: State before the first token `[B, H, K, V]`, float32 (float64 with float64 values).
+        state: State before the first token `[B, H, K, V]`, float32 (float64 on CPU).
         scale: Factor of the outputs.
         lengths: Steps that each row really has ``[B]``, or None: all; see
             :mod:`edgelin.recurrences.lengths`.
@@ -62,7 +66,11 @@ def dplr(
 
     Returns:
         Outputs `[B, T, H, V]` in the dtype of ``v`` and the state after the last token.
+
+    Raises:
+        ValueError: Tensors do not fit together; see :mod:`edgelin.recurrences.arguments`.
     """
+    _ARGUMENTS.check(cu_seqlens, v=v, q=q, k=k, a=a, b=b, g=g, state=state, lengths=lengths)
     if cu_seqlens is not None:
 
         def call(*inputs: Any) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[B, T, H, V]` in the dtype of ``v`` and the new state; differentiable."""
-    time, dtype = v.shape[1], compute_dtype(v)
+    time, dtype = v.shape[1], compute_dtype(v, state)
     size = min(CHUNK, time)
     g = g.clamp(min=MIN_LOG_DECAY)
     q, k, v_, a, b, g = (split(x.to(dtype), size) for x in (q, k, v, a, b, g))

@@ -33,10 +33,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgelin.recurrences import packed, widths
+from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.linear import chunked, delayed
 from edgelin.recurrences.operator import Operator
+
+_ARGUMENTS = Arguments(
+    ("g", "state", "normalizer"), v="BTHV", q="BTHK", k="BTHK", g="BTH|BTHK", state="RHKV",
+    bonus="HK", normalizer="RHK", floor="BTH",
+)  # fmt: skip
 
 
 def linear(
@@ -79,12 +85,18 @@ def linear(
     Returns:
         ``(o, state)``, with ``normalizer`` ``(o, state, normalizer)``: ``o`` ``[B, T, H, V]`` in
         the dtype of ``v``, the state and the normaliser after the last token.
+
+    Raises:
+        ValueError: Tensors do not fit together; see :mod:`edgelin.recurrences.arguments`.
     """
-    _check(q, k, v, g, state)
-    if bonus is not None and (normalizer is not None or bonus.shape != q.shape[2:]):
-        raise ValueError(f"bonus is {tuple(bonus.shape)}, need [H, K] and no normalizer")
-    if floor is not None and (normalizer is None or floor.shape[2:] != q.shape[2:3]):
-        raise ValueError(f"floor is {tuple(floor.shape)}, need [B, T, H] and a normalizer")
+    _ARGUMENTS.check(
+        cu_seqlens, v=v, q=q, k=k, g=g, state=state, bonus=bonus, normalizer=normalizer,
+        floor=floor, lengths=lengths,
+    )  # fmt: skip
+    if bonus is not None and normalizer is not None:
+        raise ValueError("bonus and normalizer are both given, need one of them or none")
+    if floor is not None and normalizer is None:
+        raise ValueError("floor is given without a normalizer, need both or none")
     packed.refuse_both(cu_seqlens, lengths)
     k, g = masked(k, lengths), None if g is None else masked(g, lengths)
 
@@ -158,17 +170,6 @@ def _packed(
         return recur(*inputs[:-1])
 
     return packed.run(call, (q, k, v, g), state, cu_seqlens)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor) -> None:
-    """Raise ValueError where the ranks or the static sizes do not fit together."""
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError(f"q, k, v need 4 axes [B, T, H, D]: {q.dim()}, {k.dim()}, {v.dim()}")
-    sizes = (q.shape[2], q.shape[3], v.shape[3])
-    if state.dim() != 4 or tuple(state.shape[1:]) != sizes:
-        raise ValueError(f"state is {tuple(state.shape)}, need [B, H, K, V] with {sizes}")
-    if g is not None and (g.dim() not in (3, 4) or tuple(g.shape[2:]) != q.shape[2 : g.dim()]):
-        raise ValueError(f"g is {tuple(g.shape)}, need [B, T, H] or [B, T, H, K]")
 
 
 def _forward(
