@@ -1034,7 +1034,7 @@ Saved read_state(const fs::path& path) {
   try {
     return parse_state(content);
   } catch (const std::exception& error) {
-    refuse(text_of(path) + " is damaged or no state file: " + error.what());
+    refuse(text_of(path) + " is damaged or no state file: " + error.what() + "; save it again");
   }
 }
 

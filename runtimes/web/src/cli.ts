@@ -1,8 +1,9 @@
 #!/usr/bin/env node
 /** `edgelin-run BUNDLE "prompt"`: write on from a prompt, or from a saved state, in Node. */
 
-import { readFile, writeFile } from "node:fs/promises";
+import { readFile, rename, rm, writeFile } from "node:fs/promises";
 import { parseArgs } from "node:util";
+import { why } from "./errors.js";
 import { EdgelinError, load, type Sampling } from "./node.js";
 
 const USAGE = `Usage: edgelin-run BUNDLE ["prompt"] [options]
@@ -33,7 +34,8 @@ async function main(): Promise<void> {
     options: {
       variant: text, system: text, seed: text, threads: text, "load-state": text, "save-state": text,
       ...(Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, text])) as Record<keyof typeof NUMBERS, typeof text>),
-      stop: { type: "string", multiple: true }, chat: { type: "boolean" }, stats: { type: "boolean" }, help: { type: "boolean" },
+      stop: { type: "string", multiple: true }, chat: { type: "boolean" }, stats: { type: "boolean" },
+      help: { type: "boolean", short: "h" },
     },
   });
   const [folder, prompt, ...others] = positionals;
@@ -51,7 +53,7 @@ async function main(): Promise<void> {
   const bundle = await load(folder, { ...(values.variant === undefined ? {} : { variant: values.variant }), ...threads });
   const stream = await bundle.stream();
   const saved = values["load-state"];
-  if (saved !== undefined) await stream.load(await readFile(saved), saved);
+  if (saved !== undefined) await stream.load(await content(saved), saved);
   if (values.chat && prompt === undefined) throw new EdgelinError("--chat needs a text: what you say to the model");
   if (values.system !== undefined && !values.chat) throw new EdgelinError("--system needs --chat");
   const system = values.system === undefined ? {} : { system: values.system };
@@ -61,12 +63,35 @@ async function main(): Promise<void> {
     process.stdout.write(piece);
   }
   const seconds = (performance.now() - begin) / 1000;
-  if (values["save-state"] !== undefined) await writeFile(values["save-state"], await stream.save());
+  const state = values["save-state"] === undefined ? undefined : await stream.save(); // as it is before the flush
   process.stdout.write(`${stream.flush()}\n`);
+  if (state !== undefined) await replace(values["save-state"]!, state);
   if (values.stats) {
-    console.error(`decode   ${tokens} tokens, ${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
+    const speed = tokens > 1 ? ((tokens - 1) / seconds).toFixed(1) : "-";
+    console.error(`decode   ${tokens} tokens, ${speed} tokens/s`);
     console.error(`state    ${stream.stateBytes} bytes at position ${stream.position}`);
     console.error(`variant  ${bundle.variant}`);
+  }
+}
+
+/** The bytes of a state file. */
+async function content(path: string): Promise<Uint8Array> {
+  try {
+    return await readFile(path);
+  } catch (error) {
+    throw new EdgelinError(`the state file ${path} cannot be read: ${why(error)}; give one that was saved`);
+  }
+}
+
+/** Write beside a file and rename, so that an older one stays whole until the new one is complete. */
+async function replace(path: string, bytes: Uint8Array): Promise<void> {
+  const part = `${path}.part`;
+  try {
+    await writeFile(part, bytes, { flush: true });
+    await rename(part, path);
+  } catch (error) {
+    await rm(part, { force: true }).catch(() => undefined);
+    throw new EdgelinError(`${path} cannot be written: ${why(error)}; give a file in a folder that exists and has room`);
   }
 }
 
@@ -76,6 +101,10 @@ function number(text: string, name: string): number {
   return value;
 }
 
+process.stdout.on("error", (error) => { // a reader that went away, such as head, is no news
+  if ((error as NodeJS.ErrnoException).code !== "EPIPE") console.error(`edgelin-run: the text cannot be written: ${why(error)}`);
+  process.exit(1);
+});
 try {
   await main();
 } catch (error) {

@@ -11,3 +11,13 @@ export function oneLine(error: unknown): string {
   const text = String(error instanceof Error ? error.message : error).split(/\s+/).join(" ").trim();
   return text.length <= 300 ? text : `${text.slice(0, 297)}...`;
 }
+
+/** What the file system says, as people do. */
+export function why(error: unknown): string {
+  const { code = String(error) } = error as { code?: string };
+  const known: Record<string, string> = {
+    ENOENT: "there is no such file or folder", ENOTDIR: "a part of its path is no folder", EISDIR: "it is a folder",
+    EACCES: "access is denied", ENOSPC: "no room is left",
+  };
+  return known[code] ?? code;
+}

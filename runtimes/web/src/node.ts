@@ -3,7 +3,8 @@
 import { readFile } from "node:fs/promises";
 import { cpus } from "node:os";
 import { join } from "node:path";
-import { EdgelinError, oneLine } from "./errors.js";
+import { EdgelinError, oneLine, why } from "./errors.js";
+import { FILE_NAME as MANIFEST } from "./manifest.js";
 import { open } from "./open.js";
 import type { Bundle } from "./runner.js";
 import { FILE_NAME as GOLDEN, selfTest } from "./self_test.js";
@@ -31,7 +32,7 @@ export async function load(folder: string, options: LoadOptions = {}): Promise<B
   if (!Number.isInteger(threads) || threads < 0 || threads > most) {
     throw new EdgelinError(`threads is ${threads}; allowed: 0 (as onnxruntime finds best) .. ${most}`);
   }
-  const bundle = await open(await onnxruntime(), { where: folder, read: (path) => read(join(folder, path)) }, {
+  const bundle = await open(await onnxruntime(), { where: folder, read: (path) => read(folder, path) }, {
     device: "cpu",
     variant: (manifest) => options.variant ?? manifest.default_variant,
     options: {
@@ -53,10 +54,12 @@ async function onnxruntime(): Promise<typeof import("onnxruntime-node")> {
   }
 }
 
-async function read(path: string): Promise<Uint8Array> {
+/** One file of a bundle. */
+async function read(folder: string, path: string): Promise<Uint8Array> {
   try {
-    return await readFile(path);
+    return await readFile(join(folder, path));
   } catch (error) {
-    throw new EdgelinError(`${path} cannot be read: ${(error as NodeJS.ErrnoException).code}`);
+    const next = path === MANIFEST ? "give a folder written by `edgelin export`" : "take the original, or export again";
+    throw new EdgelinError(`${join(folder, path)} cannot be read: ${why(error)}; ${next}`);
   }
 }

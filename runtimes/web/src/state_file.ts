@@ -180,6 +180,7 @@ function pack(metadata: Record<string, string>, tensors: Map<string, Stored>): U
 /** The inverse of {@link pack}. */
 function unpack(bytes: Uint8Array, where: string): { metadata: Record<string, string>; tensors: Map<string, Stored> } {
   try {
+    if (bytes.length < 8) throw new Error("it is too short");
     const size = Number(new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength).getBigUint64(0, true));
     if (size > bytes.length - 8) throw new Error("the header is cut off");
     const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes.subarray(8, 8 + size));
@@ -196,7 +197,7 @@ function unpack(bytes: Uint8Array, where: string): { metadata: Record<string, st
       tensors.set(name, { dtype: entry.dtype, shape: entry.shape, bytes: data.subarray(from, to) });
       end = to;
     }
-    if (end !== data.length) throw new Error(`${data.length - end} bytes are left over`);
+    if (end !== data.length) throw new Error(`its tensors end at byte ${end} of ${data.length}`);
     return { metadata, tensors };
   } catch (error) {
     throw new EdgelinError(`${where} is damaged or no state file (${(error as Error).message}); save it again`);

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { execFile } from "node:child_process";
-import { mkdtemp, readFile, writeFile, cp } from "node:fs/promises";
+import { mkdir, mkdtemp, readFile, writeFile, cp } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
@@ -213,6 +213,34 @@ test("edgelin-run writes on, and goes on from a state file", async () => {
   const error = await run(process.execPath, [CLI, folder, "x"]).catch((failed) => failed);
   assert.equal(error.code, 1);
   assert.equal(error.stderr.trimEnd().split("\n").length, 1);
+});
+
+test("files that edgelin-run cannot read or write end it in one line, and leave an older state whole", async () => {
+  const folder = await mkdtemp(join(tmpdir(), "edgelin-"));
+  const [state, cut] = [join(folder, "a.state"), join(folder, "cut.state")];
+  const options = ["--variant", "model", "--temperature", "0", "--max-tokens", "2"];
+  await run(process.execPath, [CLI, fused, "The", ...options, "--save-state", state]);
+  const before = await readFile(state);
+  await writeFile(cut, before.subarray(0, 7));
+  await mkdir(`${state}.part`); // where the new one is written first
+  const odd = [
+    [fused, "--load-state", join(folder, "none")], [fused, "--load-state", folder], [fused, "--load-state", cut],
+    [fused, "x", "--save-state", folder], [fused, "x", "--save-state", join(folder, "none", "b")], [fused, "x", "--save-state", state],
+    [folder, "x"], [join(folder, "none"), "x"], [state, "x"],
+  ];
+  for (const words of odd) {
+    const { code, stderr } = await run(process.execPath, [CLI, ...words, ...options]).catch((failed) => failed);
+    assert.equal(code, 1, words);
+    assert.match(stderr, /^edgelin-run: .*; (give|save) .*\n$/, words);
+    assert.doesNotMatch(stderr, /E[A-Z]{4,}|DataView/);
+  }
+  assert.deepEqual(await readFile(state), before);
+});
+
+test("edgelin-run whose reader goes away ends without a stack trace", async () => {
+  const shell = `"${process.execPath}" "${CLI}" "${fused}" x --variant model --max-tokens 3000 | head -c 1`;
+  const { stderr } = await run("sh", ["-c", shell]);
+  assert.equal(stderr, "");
 });
 
 test("edgelin-run --chat", async () => {
