@@ -30,11 +30,12 @@ from edgelin.export.golden import Errors
 from edgelin.export.measure import measure
 from edgelin.export.passes.portable import NO_EXPERTS, make_portable
 from edgelin.export.profiles import Profile, check_onnxruntime, find
-from edgelin.export.quantise import Outcome
-from edgelin.export.quantise import quantise as quantise_graph
-from edgelin.export.quantise_auto import TradeOff
-from edgelin.export.quantise_plan import Calibration, Planner, progress_bar
-from edgelin.export.quantise_recipe import VARIANTS, Recipe, find_recipes
+from edgelin.export.quantise.auto import TradeOff
+from edgelin.export.quantise.nodes import Outcome
+from edgelin.export.quantise.nodes import quantise as quantise_graph
+from edgelin.export.quantise.plan import Calibration, Planner, progress_bar
+from edgelin.export.quantise.recipe import VARIANTS, Recipe, find_recipes
+from edgelin.export.quantise.rounding import Rounded
 from edgelin.export.reference import reference
 from edgelin.export.report import (
     JSON_NAME,
@@ -45,7 +46,6 @@ from edgelin.export.report import (
     count_nodes,
     is_near,
 )
-from edgelin.export.rounding import Rounded
 from edgelin.export.step_form import step_form
 from edgelin.export.target import COPIED
 from edgelin.export.trace import trace

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from edgelin.export.activations import RoundedActivations, round_activations
 from edgelin.export.contract import signature
 from edgelin.export.golden import Stream, inputs_of
-from edgelin.export.rounding import Rounded
+from edgelin.export.quantise.rounding import Rounded
 from edgelin.mapped import Empty, release
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from typing import Any
 import onnxruntime
 
 from edgelin import __version__
-from edgelin.export import quantise_plot
 from edgelin.export.attention import Attention, Cost
 from edgelin.export.golden import Errors
 from edgelin.export.limits import allowed
-from edgelin.export.quantise_auto import TradeOff
-from edgelin.export.quantise_loss import Budget, Loss
+from edgelin.export.quantise import plot as quantise_plot
+from edgelin.export.quantise.auto import TradeOff
+from edgelin.export.quantise.loss import Budget, Loss
 
 JSON_NAME, TEXT_NAME, PLOT_NAME = "report.json", "report.md", "tradeoff.png"
 # Largest root mean square error of the logits on the golden stream, relative to a model with the

@@ -265,7 +265,7 @@ def check_same_model(manifest: Manifest, checkpoint: Path, given: Path) -> None:
 
 def _checked_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> dict[str, Array]:
     """The checkpoint's parameters; a variant that holds other ones is refused."""
-    from edgelin.export.quantise_gptq import MOST_CODES
+    from edgelin.export.quantise.gptq import MOST_CODES
     from edgelin.export.verify_weights import check_weights, computed_constants, read_weights
 
     weights = read_weights(checkpoint)

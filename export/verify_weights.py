@@ -3,10 +3,10 @@
 A quantised graph is too far from its model for an error in a few weights to show in its outputs. So
 every quantised matrix must be as good a rounding of the checkpoint's as the exporter makes: in each
 block the squared error of ``scale * (q - zero_point)`` may not be larger than that of
-:mod:`edgelin.export.rounding`. (Equal codes would be too much to ask: on another machine the last
-bit of a sum moves a weight that lies in the middle of two codes.) Where a text decided between
-codes (:mod:`edgelin.export.quantise_gptq`), that holds for the nearest codes, and each code is at
-most one away from it. All other weights are equal.
+:mod:`edgelin.export.quantise.rounding`. (Equal codes would be too much to ask: on another machine
+the last bit of a sum moves a weight that lies in the middle of two codes.) Where a text decided
+between codes (:mod:`edgelin.export.quantise.gptq`), that holds for the nearest codes, and each code
+is at most one away from it. All other weights are equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.passes import experts
 from edgelin.export.profiles import find
-from edgelin.export.rounding import round_matrix
+from edgelin.export.quantise.rounding import round_matrix
 from edgelin.export.step_form import load
 from edgelin.export.trace import trace
 

@@ -20,8 +20,8 @@ from export_models import make_model
 
 from edgelin.export import passes, store
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import quantise
-from edgelin.export.quantise_recipe import RECIPES
+from edgelin.export.quantise.nodes import quantise
+from edgelin.export.quantise.recipe import RECIPES
 from edgelin.export.trace import trace
 from edgelin.model import SequenceModel
 from edgelin.runtimes.session import open_session

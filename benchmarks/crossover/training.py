@@ -2,7 +2,8 @@
 
 Forward and backward of a mixer with its projections, 32,768 tokens a step in bfloat16, width 1,024
 and 8 heads of 128, compiled by ``torch.compile`` as ``edgelin train`` does it. Softmax is PyTorch's
-scaled_dot_product_attention (causal, its fastest backend) between the same projections. Prints a table and writes ``OUT.json``.
+scaled_dot_product_attention (causal, its fastest backend) between the same projections. Prints a
+table and writes ``OUT.json``.
 
     python benchmarks/crossover/training.py --out training
 """

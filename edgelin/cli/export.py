@@ -11,7 +11,7 @@ import click
 from edgelin.errors import EdgelinError
 
 if TYPE_CHECKING:
-    from edgelin.export.quantise_plan import Calibration
+    from edgelin.export.quantise.plan import Calibration
 
 
 @click.command("export", short_help="Turn a checkpoint into a bundle that a device can run.")
@@ -167,7 +167,7 @@ def _calibration(file: str | None, choices: dict[str, Any]) -> Calibration | Non
             option = next(iter(choices)).replace("_", "-")
             raise EdgelinError(f"--{option} is about what is measured on a text; give --calibrate")
         return None
-    from edgelin.export.quantise_plan import Calibration
+    from edgelin.export.quantise.plan import Calibration
     from edgelin.runtimes.text_file import read_text
 
     return Calibration(read_text(file), **choices)

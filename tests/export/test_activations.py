@@ -23,7 +23,7 @@ from edgelin.export import golden, verify
 from edgelin.export import report as reports
 from edgelin.export.activations import float_activations, round_activations
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.quantise import quantise
+from edgelin.export.quantise.nodes import quantise
 from edgelin.export.trace import trace
 from edgelin.export.verify_report import Comparison
 from edgelin.model import SequenceModel

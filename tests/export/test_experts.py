@@ -18,8 +18,8 @@ from edgelin.errors import EdgelinError
 from edgelin.export import notices, passes, profiles, verify
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import quantise
-from edgelin.export.quantise_recipe import RECIPES, Recipe
+from edgelin.export.quantise.nodes import quantise
+from edgelin.export.quantise.recipe import RECIPES, Recipe
 from edgelin.export.trace import trace
 from edgelin.export.verify_weights import check_weights, read_weights, rounded_weights
 from edgelin.model import SequenceModel

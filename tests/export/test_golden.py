@@ -12,8 +12,8 @@ import torch
 
 from edgelin.config import FeatureConfig, ModelConfig
 from edgelin.export import golden
+from edgelin.export.quantise.rounding import Rounded, round_matrix
 from edgelin.export.reference import reference
-from edgelin.export.rounding import Rounded, round_matrix
 from edgelin.model import SequenceModel
 
 

@@ -25,10 +25,10 @@ from loops import CASES
 from edgelin.config import ModelConfig
 from edgelin.export import golden, passes
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import quantise
-from edgelin.export.quantise_recipe import RECIPES
+from edgelin.export.quantise.nodes import quantise
+from edgelin.export.quantise.recipe import RECIPES
+from edgelin.export.quantise.rounding import Rounded
 from edgelin.export.reference import reference
-from edgelin.export.rounding import Rounded
 from edgelin.export.step_form import step_form
 from edgelin.export.trace import trace
 from edgelin.model import SequenceModel

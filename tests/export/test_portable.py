@@ -23,8 +23,8 @@ from edgelin.export import passes
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.passes.portable import make_portable
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import quantise
-from edgelin.export.quantise_recipe import RECIPES
+from edgelin.export.quantise.nodes import quantise
+from edgelin.export.quantise.recipe import RECIPES
 from edgelin.export.trace import trace
 from edgelin.export.verify import verify
 from edgelin.runtimes.manifest import Manifest, file_records

@@ -12,11 +12,11 @@ import torch
 from export_models import session
 
 from edgelin.errors import EdgelinError
-from edgelin.export import rounding
-from edgelin.export.quantise import quantise, round_to_nearest
-from edgelin.export.quantise_gptq import gptq
-from edgelin.export.quantise_recipe import RECIPES, Format, Recipe
-from edgelin.export.rounding import round_matrix
+from edgelin.export.quantise import rounding
+from edgelin.export.quantise.gptq import gptq
+from edgelin.export.quantise.nodes import quantise, round_to_nearest
+from edgelin.export.quantise.recipe import RECIPES, Format, Recipe
+from edgelin.export.quantise.rounding import round_matrix
 from edgelin.export.verify_weights import check_weights
 
 WIDTH, ROWS = 80, 12  # no multiple of the block of 32

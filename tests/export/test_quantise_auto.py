@@ -17,13 +17,13 @@ from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import matrices, quantise
-from edgelin.export.quantise_auto import choose, path
-from edgelin.export.quantise_loss import Budget, Loss
-from edgelin.export.quantise_plan import Calibration
-from edgelin.export.quantise_recipe import RECIPES, Format, Recipe
-from edgelin.export.quantise_sensitivity import Option, size
-from edgelin.export.quantise_speed import Timer
+from edgelin.export.quantise.auto import choose, path
+from edgelin.export.quantise.loss import Budget, Loss
+from edgelin.export.quantise.nodes import matrices, quantise
+from edgelin.export.quantise.plan import Calibration
+from edgelin.export.quantise.recipe import RECIPES, Format, Recipe
+from edgelin.export.quantise.sensitivity import Option, size
+from edgelin.export.quantise.speed import Timer
 from edgelin.export.trace import trace
 from edgelin.export.verify import verify
 from edgelin.runtimes.manifest import Manifest

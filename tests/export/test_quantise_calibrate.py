@@ -13,11 +13,11 @@ from torch import nn
 
 from edgelin.export import passes
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import matrices, quantise, round_to_nearest
-from edgelin.export.quantise_calibrate import calibrate
-from edgelin.export.quantise_gptq import _DAMPING, MOST_CODES, gptq
-from edgelin.export.quantise_recipe import RECIPES, Format
-from edgelin.export.quantise_rollout import CALL, Rollout
+from edgelin.export.quantise.calibrate import calibrate
+from edgelin.export.quantise.gptq import _DAMPING, MOST_CODES, gptq
+from edgelin.export.quantise.nodes import matrices, quantise, round_to_nearest
+from edgelin.export.quantise.recipe import RECIPES, Format
+from edgelin.export.quantise.rollout import CALL, Rollout
 from edgelin.export.trace import trace
 from edgelin.model import SequenceModel
 

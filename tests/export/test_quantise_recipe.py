@@ -9,8 +9,8 @@ import pytest
 
 from edgelin.config import FeatureConfig, ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.export.quantise_plan import Calibration
-from edgelin.export.quantise_recipe import RECIPES, VARIANTS, find_recipes, role_of
+from edgelin.export.quantise.plan import Calibration
+from edgelin.export.quantise.recipe import RECIPES, VARIANTS, find_recipes, role_of
 
 CONFIG = ModelConfig(
     vocab_size=300,

@@ -22,8 +22,8 @@ from onnx import TensorProto, helper, numpy_helper
 from edgelin.export import passes
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import quantise, round_to_nearest
-from edgelin.export.quantise_recipe import RECIPES, Format
+from edgelin.export.quantise.nodes import quantise, round_to_nearest
+from edgelin.export.quantise.recipe import RECIPES, Format
 from edgelin.export.trace import trace
 
 # Operators whose activations are rounded with one scale a call, or whose weights are signed.

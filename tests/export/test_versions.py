@@ -23,8 +23,8 @@ import pytest
 
 from edgelin.export import golden, passes
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import quantise
-from edgelin.export.quantise_recipe import RECIPES
+from edgelin.export.quantise.nodes import quantise
+from edgelin.export.quantise.recipe import RECIPES
 from edgelin.export.reference import reference
 from edgelin.export.trace import trace
 

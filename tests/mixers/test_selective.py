@@ -15,8 +15,8 @@ from edgelin.config import ModelConfig, OptimConfig
 from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.profiles import PROFILES
-from edgelin.export.quantise import quantise
-from edgelin.export.quantise_recipe import RECIPES
+from edgelin.export.quantise.nodes import quantise
+from edgelin.export.quantise.recipe import RECIPES
 from edgelin.export.trace import trace
 from edgelin.initial import softplus_inverse
 from edgelin.model import SequenceModel

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgelin.export.quantise import parameter_rows, round_to_nearest
-from edgelin.export.quantise_gptq import gptq
-from edgelin.export.quantise_recipe import Format
-from edgelin.export.quantise_rollout import CALL, Rollout
-from edgelin.export.rounding import Rounded
+from edgelin.export.quantise.gptq import gptq
+from edgelin.export.quantise.nodes import parameter_rows, round_to_nearest
+from edgelin.export.quantise.recipe import Format
+from edgelin.export.quantise.rollout import CALL, Rollout
+from edgelin.export.quantise.rounding import Rounded
 from edgelin.mapped import Empty, release
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ import onnx_ir as ir
 from tqdm import tqdm
 
 from edgelin.errors import EdgelinError
-from edgelin.export.quantise import Matrices, matrices, round_parameter
-from edgelin.export.quantise_auto import TradeOff, choose, path
-from edgelin.export.quantise_calibrate import calibrate
-from edgelin.export.quantise_loss import Budget, Loss, Text
-from edgelin.export.quantise_recipe import FLOAT, METHODS, Format, Recipe
-from edgelin.export.quantise_sensitivity import Option, options, size
-from edgelin.export.quantise_speed import Timer
-from edgelin.export.rounding import Rounded
+from edgelin.export.quantise.auto import TradeOff, choose, path
+from edgelin.export.quantise.calibrate import calibrate
+from edgelin.export.quantise.loss import Budget, Loss, Text
+from edgelin.export.quantise.nodes import Matrices, matrices, round_parameter
+from edgelin.export.quantise.recipe import FLOAT, METHODS, Format, Recipe
+from edgelin.export.quantise.rounding import Rounded
+from edgelin.export.quantise.sensitivity import Option, options, size
+from edgelin.export.quantise.speed import Timer
 from edgelin.mapped import Empty, release
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from edgelin import tokenizer as tokenizers
 from edgelin.errors import EdgelinError
-from edgelin.export.quantise_rollout import Rollout
-from edgelin.export.rounding import Rounded
+from edgelin.export.quantise.rollout import Rollout
+from edgelin.export.quantise.rounding import Rounded
 from edgelin.mapped import Empty, release
 from edgelin.runtimes.evaluate import text_tokens
 from edgelin.runtimes.text import TextCodec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgelin.export.quantise_auto import TradeOff
+from edgelin.export.quantise.auto import TradeOff
 
 _COST = {"MB": "weights, MB", "ms": "matrices of one step here, ms"}
 _SHOWN = 1e-4  # of the largest loss; a logarithm knows no 0

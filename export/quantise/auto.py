@@ -1,6 +1,6 @@
 """Choose the bits of every matrix: the cheapest model whose loss stays within a budget.
 
-Every matrix has a few options (:mod:`edgelin.export.quantise_sensitivity`), each with a cost and a
+Every matrix has a few options (:mod:`edgelin.export.quantise.sensitivity`), each with a cost and a
 loss. Both add up over matrices, so that the best models of all budgets lie on one path: begin with
 the cheapest option of all, and again and again spend where a byte (or a microsecond) buys most,
 along the lower convex hull of each matrix's options. (The relaxation of the multiple-choice
@@ -17,10 +17,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from edgelin.export.quantise_loss import Budget, Loss
-from edgelin.export.quantise_recipe import Format, Recipe
-from edgelin.export.quantise_sensitivity import Option
-from edgelin.export.rounding import Rounded
+from edgelin.export.quantise.loss import Budget, Loss
+from edgelin.export.quantise.recipe import Format, Recipe
+from edgelin.export.quantise.rounding import Rounded
+from edgelin.export.quantise.sensitivity import Option
 
 _TRIES = 4
 _GOOD = 0.8  # share of the budget that is worth no further try

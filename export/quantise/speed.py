@@ -16,9 +16,9 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import helper
 
-from edgelin.export.quantise import Matrices
-from edgelin.export.quantise_recipe import Format
-from edgelin.export.quantise_sensitivity import size
+from edgelin.export.quantise.nodes import Matrices
+from edgelin.export.quantise.recipe import Format
+from edgelin.export.quantise.sensitivity import size
 from edgelin.runtimes.session import default_threads
 
 _CACHES = 48 << 20  # bytes

@@ -15,9 +15,9 @@ Transformers" (2022), arXiv:2210.17323, section 3.3 and algorithm 1. Lambda is 1
 H's diagonal: with the paper's 1 %, other texts gain less than the one that is read (the demo with
 4 bits, 4,096 tokens: 0.0240 nat, with 10 % 0.0225).
 
-Scales and zero points are those of :mod:`edgelin.export.rounding`, and no weight is moved further
-than one code from its nearest: so whoever has the checkpoint, but neither the text nor H, can still
-tell that a bundle holds its weights.
+Scales and zero points are those of :mod:`edgelin.export.quantise.rounding`, and no weight is moved
+further than one code from its nearest: so whoever has the checkpoint, but neither the text nor H,
+can still tell that a bundle holds its weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgelin.export.rounding import Array, Rounded
+from edgelin.export.quantise.rounding import Array, Rounded
 
 MOST_CODES = 1  # from the nearest
 _DAMPING = 0.1

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from edgelin.export.activations import RoundedActivations, round_activations
-from edgelin.export.rounding import Rounded
+from edgelin.export.quantise.rounding import Rounded
 from edgelin.mapped import Empty, release
 
 if TYPE_CHECKING:

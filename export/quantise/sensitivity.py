@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgelin.export.quantise import Matrices, round_parameter
-from edgelin.export.quantise_recipe import Format
-from edgelin.export.quantise_rollout import Rollout
-from edgelin.export.rounding import Rounded
+from edgelin.export.quantise.nodes import Matrices, round_parameter
+from edgelin.export.quantise.recipe import Format
+from edgelin.export.quantise.rollout import Rollout
+from edgelin.export.quantise.rounding import Rounded
 from edgelin.mapped import Empty, release
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 Every MatMul by a constant becomes com.microsoft MatMulNBits with accuracy_level 4 (activations in
 int8, one scale a block), the token embedding becomes GatherBlockQuantized, and experts become QMoE.
 A tied head and embedding are rounded once and share their codes and scales. How many bits a matrix
-has, or that it stays float, is told by its role (:mod:`edgelin.export.quantise_recipe`).
+has, or that it stays float, is told by its role (:mod:`edgelin.export.quantise.recipe`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from edgelin.export.passes.edit import add_constant, constant, drop_unused, only
 from edgelin.export.passes.experts import experts_nodes
 from edgelin.export.passes.tied_head import OP_TYPE as TIED_HEAD
 from edgelin.export.passes.tied_head import tied_heads
-from edgelin.export.quantise_recipe import FLOAT, Format, Recipe, role_of
-from edgelin.export.rounding import Array, Rounded, relative_error, round_matrix
+from edgelin.export.quantise.recipe import FLOAT, Format, Recipe, role_of
+from edgelin.export.quantise.rounding import Array, Rounded, relative_error, round_matrix
 from edgelin.mapped import Empty
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Matrices:
 
     Args:
         names: Of the parameters.
-        role: See :mod:`edgelin.export.quantise_recipe`.
+        role: See :mod:`edgelin.export.quantise.recipe`.
         shapes: `[rows, width]` of each, the rows of all experts.
         multiplies: Whether something is multiplied with them; rows of the others are looked up.
     """
