@@ -34,6 +34,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 FORMAT = 1
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _PIECE_BYTES = 1 << 26  # read at a time
 _ARCHITECTURES = {False: "EdgelinForCausalLM", True: "EdgelinForFeatures"}
 _HEADER = {"model_type", "architectures", "format"}
@@ -287,7 +288,13 @@ def fill(model: SequenceModel, folder: Path) -> None:
         for path in weight_files(folder):
             path.open("rb").close()  # safetensors calls a forbidden file a missing one
             with safe_open(path, framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), path)
+                own_keys = dict.fromkeys(file.keys(), path)
+            if twice := sorted(own_keys.keys() & found.keys()):
+                raise EdgelinError(
+                    f"{path} holds {_listed(twice)}, which {found[twice[0]].name} holds too; "
+                    f"copy the checkpoint again"
+                )
+            found |= own_keys
         _compare(path if len(set(found.values())) == 1 else folder, set(own), set(found))
         for path in dict.fromkeys(found.values()):
             _copy(path, {name: tensor for name, tensor in own.items() if found[name] == path})
@@ -302,11 +309,18 @@ def _copy(path: Path, own: dict[str, torch.Tensor]) -> None:
     """Fill tensors from a file that is opened for each piece: closing it takes it from memory."""
     for name, tensor in own.items():
         with safe_open(path, framework="pt") as file:
-            stored = list(file.get_slice(name).get_shape())
+            entry = file.get_slice(name)
+            stored, dtype = list(entry.get_shape()), entry.get_dtype()
         if stored != list(tensor.shape):
             raise EdgelinError(
                 f"{path}: {name} has shape {stored}, config.json makes it "
                 f"{list(tensor.shape)}; the two files do not belong together"
+            )
+        # Codes without their scales would be taken for the numbers that they stand for.
+        if tensor.is_floating_point() and dtype not in _FLOATS:
+            raise EdgelinError(
+                f"{path}: {name} is {dtype}; allowed: {', '.join(_FLOATS)}; take the checkpoint "
+                f"that is not quantised"
             )
         for rows in _pieces(tensor):
             with safe_open(path, framework="pt") as file, torch.no_grad():

@@ -76,6 +76,10 @@ def test_shards_hold_the_same_weights(tmp_path: Path, tokenizer_json: str) -> No
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
 
+    other = load_file(files[1]) | {"norm.weight": torch.zeros(16)}
+    save_file(other, files[1])
+    with pytest.raises(EdgelinError, match=r"holds norm\.weight, which model-0000\d-of"):
+        checkpoint.load(tmp_path)
     files[1].unlink()
     with pytest.raises(EdgelinError, match=f"{files[1].name}, which model.safetensors.index.json"):
         checkpoint.load(tmp_path)
@@ -188,6 +192,11 @@ _NEXT = "give the folder that `edgelin train` wrote, or copy it again"
             _weights(lambda t: t.update({"norm.weight": torch.zeros(3)})),
             "{f}/model.safetensors: norm.weight has shape [3], config.json makes it [16]; "
             "the two files do not belong together",
+        ),
+        (
+            _weights(lambda t: t.update({"norm.weight": torch.ones(16, dtype=torch.int8)})),
+            "{f}/model.safetensors: norm.weight is I8; allowed: F64, F32, F16, BF16; take the "
+            "checkpoint that is not quantised",
         ),
         (
             _config_json(vocab_size=256),
