@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from edgelin.errors import EdgelinError
 from edgelin.export.step_form import load
-from edgelin.export.verify import check_same_model, exported
+from edgelin.export.verify import exported
 from edgelin.export.verify_forms import relative_error
+from edgelin.export.verify_manifest import check_same_model
 from edgelin.export.verify_quality import bits
 from edgelin.export.verify_weights import read_weights, rounded_weights
 from edgelin.files import replacing

@@ -97,8 +97,11 @@ def verify(
     with contextlib.ExitStack() as stack:
         own = None
         if checkpoint is not None:
+            from edgelin.export.verify_manifest import check_contract, check_same_model
+
             own = stack.enter_context(exported(checkpoint, bundle))
             check_same_model(manifest, own, checkpoint)
+            check_contract(manifest, bundle, own, checkpoint)
         result = _verify(manifest, bundle, own, tolerance, data, progress)
     result.checkpoint = None if checkpoint is None else str(checkpoint)
     return result
@@ -247,26 +250,22 @@ def _check_files(manifest: Manifest, bundle: Path) -> None:
                     f"{bundle / file} differs from its sha256 in the manifest; "
                     "take the original, or export again"
                 )
-
-
-def check_same_model(manifest: Manifest, checkpoint: Path, given: Path) -> None:
-    """Refuse a checkpoint, given under another name, that the bundle was not made from."""
-    from edgelin import checkpoint as checkpoints
-    from edgelin.export.contract import model_hash
-
-    checkpoints.read_config(checkpoint)
-    found = model_hash(checkpoint)
-    if found != manifest.model_hash:
-        raise EdgelinError(
-            f"{given} is another model ({found[:12]}) than the bundle's "
-            f"({manifest.model_hash[:12]}); give the checkpoint that was exported"
-        )
+            if (bundle / file).resolve().parent != (bundle / variant.file).resolve().parent:
+                raise EdgelinError(
+                    f"{bundle / file} is a link to another folder, which onnxruntime does not "
+                    "follow; put the file itself there"
+                )
 
 
 def _checked_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> dict[str, Array]:
     """The checkpoint's parameters; a variant that holds other ones is refused."""
     from edgelin.export.quantise.gptq import MOST_CODES
-    from edgelin.export.verify_weights import check_weights, computed_constants, read_weights
+    from edgelin.export.verify_weights import (
+        check_formats,
+        check_weights,
+        computed_constants,
+        read_weights,
+    )
 
     weights = read_weights(checkpoint)
     lengths = manifest.lengths is not None
@@ -275,6 +274,7 @@ def _checked_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> dict
         calibrated = (variant.quantisation or {}).get("method") == "gptq"
         moved = MOST_CODES if calibrated else 0
         check_weights(bundle / variant.file, weights, rebuild, most_codes=moved)
+        check_formats(bundle / variant.file, weights, variant.quantisation)
     return weights
 
 

@@ -26,6 +26,7 @@ from edgelin.errors import EdgelinError
 from edgelin.export import passes
 from edgelin.export.passes import experts
 from edgelin.export.profiles import find
+from edgelin.export.quantise.recipe import role_of
 from edgelin.export.quantise.rounding import round_matrix
 from edgelin.export.step_form import load
 from edgelin.export.trace import trace
@@ -42,6 +43,7 @@ _PRODUCTS = ("MatMulNBits", "QMoE")
 _ROOM = 1e-3  # of a block's squared error, for other machines' last bits
 _LAST_BITS = 1e-6  # of a block's largest weight: float32 products
 _SHOWN = 3
+_OTHERWISE = "the manifest says otherwise; export the checkpoint again"
 
 
 def check_weights(
@@ -70,6 +72,37 @@ def check_weights(
             f"{graph}: not the checkpoint's weights: {', '.join(wrong[:_SHOWN])}{more}; "
             "export the checkpoint again"
         )
+
+
+def check_formats(graph: Path, weights: dict[str, Array], record: dict[str, Any] | None) -> None:
+    """Compare how a graph stores its matrices with what the manifest says of it.
+
+    Args:
+        graph: The ``.onnx`` file.
+        weights: As of :func:`check_weights`.
+        record: ``quantisation`` of the variant in the manifest; None: all is float.
+
+    Raises:
+        EdgelinError: A matrix has other bits than its role, or the products another arithmetic.
+    """
+    record = record or {}
+    roles, matrices = record.get("roles", {}), record.get("matrices", {})
+    fewest = 8  # as of a variant of which no matrix was large enough
+    for node in ir.load(graph).graph:
+        level = node.attributes.get_int("accuracy_level", 0)
+        if node.op_type == "MatMulNBits" and level != record.get("accuracy_level"):
+            raise EdgelinError(f"{graph}: accuracy_level is {level}, {_OTHERWISE}")
+        for stored in _stored(node, weights):
+            fewest = min(fewest, stored.bits)
+            role = "experts" if node.op_type == "QMoE" else role_of(stored.name)
+            said = matrices.get(stored.name, roles.get(role, "float")).partition("/")[0]
+            if said not in ("auto", f"int{stored.bits}"):
+                raise EdgelinError(
+                    f"{graph}: {stored.name} has {stored.bits} bits, the manifest says {said}; "
+                    "export the checkpoint again"
+                )
+    if record and fewest != record.get("bits"):
+        raise EdgelinError(f"{graph}: the fewest bits are {fewest}, {_OTHERWISE}")
 
 
 def read_weights(checkpoint: Path) -> dict[str, Array]:
