@@ -157,7 +157,7 @@ void write_file(const fs::path& path, const std::string& content) {
     if (!file) {
       std::error_code none;
       fs::remove(part, none);
-      refuse(text_of(path) + " cannot be written: see whether its folder exists and has room");
+      refuse(text_of(path) + " cannot be written; give a file in a folder that exists and has room");
     }
   }
   std::error_code error;
@@ -165,7 +165,7 @@ void write_file(const fs::path& path, const std::string& content) {
   if (!error) return;
   std::error_code none;
   fs::remove(part, none);
-  refuse(text_of(path) + " cannot be written: " + error.message());
+  refuse(text_of(path) + " cannot be written (" + error.message() + "); give a file");
 }
 
 /// Parsed JSON; nothing recursive is done with one that is nested deeply.

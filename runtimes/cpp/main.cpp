@@ -38,7 +38,7 @@ int main(int count, char** words) {
       {"--max-tokens", "40"}, {"--temperature", "0"}, {"--seed", "0"}, {"--threads", "0"}};
   const std::set<std::string> known = {"--ids",     "--max-tokens", "--temperature", "--seed",
                                        "--threads", "--variant",    "--load-state",  "--save-state"};
-  if (count < 2 || count % 2 != 0)
+  if (count < 2 || count % 2 != 0 || words[1][0] == '-')
     return std::fputs("edgelin-run BUNDLE [--ids \"17 204\"] [--max-tokens 40] ...\n", stderr), 2;
   for (int i = 2; i < count; i += 2) {
     need(known.count(words[i]) > 0, std::string("there is no option ") + words[i]);
@@ -76,11 +76,11 @@ int main(int count, char** words) {
   }
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   std::printf("\n");
+  if (given.count("--save-state"))
+    need(edgelin_state_save(stream, given["--save-state"].c_str()) == 0);
   std::fprintf(stderr, "%u tokens, %.1f tokens/s, state %zu bytes at position %lld\n", written,
                written / seconds.count(), edgelin_state_bytes(stream),
                static_cast<long long>(edgelin_position(stream, 0)));
-  if (given.count("--save-state"))
-    need(edgelin_state_save(stream, given["--save-state"].c_str()) == 0);
   edgelin_close(stream);
   edgelin_unload(bundle);
 }

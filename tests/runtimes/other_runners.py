@@ -19,6 +19,8 @@ CPP = ROOT / "build" / "cpp" / "edgelin-run"
 NODE = ROOT / "runtimes" / "web" / "dist" / "cli.js"
 JVM = ROOT / "build" / "jvm" / "classes"
 
+TEXT_ONLY = ("node", "jvm")  # the C++ runner reads no tokenizer
+
 Commands = Callable[[Path], list[str]]
 
 # Name to what must be there, and the command that goes on where a stream of a bundle stands.

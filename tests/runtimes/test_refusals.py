@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from other_runners import GOLDEN, built, run
+from other_runners import GOLDEN, TEXT_ONLY, built, run
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -20,7 +20,6 @@ from edgelin.runtimes.canonical_json import canonical_json
 
 FUSED = GOLDEN / "fused" / "bundle"
 GRAPH, STATE = "onnx/model.onnx", GOLDEN / "fused" / "model.state"
-TEXT_ONLY = ("node", "jvm")  # the C++ runner reads no tokenizer
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -114,6 +113,18 @@ def test_odd_tokenizer(tmp_path: Path) -> None:
 def test_odd_option(option: str, value: str) -> None:
     for name in built():
         assert value in _refused(name, FUSED, option, value)
+
+
+def test_unknown_option() -> None:
+    for name in built():
+        assert "--max-token" in _refused(name, FUSED, "--max-token", "3")
+
+
+def test_state_that_cannot_be_written(tmp_path: Path) -> None:
+    for name in built():
+        for path in (tmp_path, tmp_path / "none" / "a.state"):
+            assert "; give a file" in _refused(name, FUSED, "--save-state", str(path))
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_odd_state_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from other_runners import GOLDEN, Commands, built, run
+from other_runners import GOLDEN, TEXT_ONLY, Commands, built, run
 
 from edgelin.runtimes import state_file
 from edgelin.runtimes.session import Bundle
@@ -19,12 +19,12 @@ PROMPT = "The quiet river runs past the old mill, naïve café: 日本語 🙂 a
 TOKENS = 7  # a runner
 
 
-def _common(save: Path, load: Path | None) -> list[str]:
+def _common(save: Path, load: Path | None, tokens: int = TOKENS, temperature: int = 0) -> list[str]:
     """Options that all command lines share."""
     begin = [] if load is None else ["--load-state", str(load)]
     return [
-        "--max-tokens", str(TOKENS), "--temperature", "0", "--variant", "model", "--threads", "1",
-        "--save-state", str(save), *begin,
+        "--max-tokens", str(tokens), "--temperature", str(temperature), "--variant", "model",
+        "--threads", "1", "--save-state", str(save), *begin,
     ]  # fmt: skip
 
 
@@ -64,6 +64,25 @@ def test_wandering_stream_writes_what_an_unbroken_one_writes(name: str, tmp_path
     stream.flush()
     again.flush()
     _alike(stream.saved(), again.saved())
+
+
+def test_a_text_ends_alike_where_a_character_is_incomplete(tmp_path: Path) -> None:
+    """U+FFFD ends what is printed; the state keeps the bytes, which the next call may complete."""
+    bundle = Bundle(GOLDEN / "fused" / "bundle", variant="model", threads=1)
+    for seed in range(100):
+        stream = bundle.stream()
+        stream.load(GOLDEN / "fused" / "model.state")
+        written = "".join(stream.generate(max_tokens=4, temperature=2, seed=seed))
+        kept = stream.saved()
+        if rest := stream.flush():
+            break
+    assert rest == "\N{REPLACEMENT CHARACTER}"
+    for name in built().keys() & set(TEXT_ONLY):
+        path = tmp_path / f"{name}.state"
+        options = _common(path, GOLDEN / "fused" / "model.state", tokens=4, temperature=2)
+        done = run([*built()[name](bundle.path), *options, "--seed", str(seed)])
+        assert (done.returncode, done.stdout) == (0, f"{written}{rest}\n"), name
+        _alike(kept, state_file.read(path))
 
 
 def test_streams_begin_in_the_default_capsule_everywhere(tmp_path: Path) -> None:

@@ -14,31 +14,38 @@ fun main(words: Array<String>) {
     } catch (error: EdgelinException) {
         System.err.println("Error: ${error.message}")
         exitProcess(1)
-    } catch (error: NumberFormatException) {
-        System.err.println("Error: ${error.message}; a number is needed")
-        exitProcess(1)
     }
+}
+
+private val OPTIONS = setOf("--max-tokens", "--temperature", "--seed", "--variant", "--threads", "--load-state", "--save-state")
+
+private fun <T> number(name: String, text: String?, read: String.() -> T?): T? = text?.let {
+    it.read() ?: throw EdgelinException("$name is $it; a number is needed")
 }
 
 private fun run(words: Array<String>) {
     if (words.size < 2 || words.size % 2 != 0) throw EdgelinException("give a bundle, a prompt and options with their values")
+    words.drop(2).filterIndexed { i, word -> i % 2 == 0 && word !in OPTIONS }.firstOrNull()?.let {
+        throw EdgelinException("there is no option $it; there are: ${OPTIONS.joinToString()}")
+    }
     val given = words.drop(2).chunked(2).associate { it[0] to it[1] }
-    Bundle(File(words[0]), given["--variant"], given["--threads"]?.toInt() ?: 0).use { bundle ->
+    Bundle(File(words[0]), given["--variant"], number("--threads", given["--threads"], String::toIntOrNull) ?: 0).use { bundle ->
         bundle.stream().use { stream ->
             given["--load-state"]?.let { stream.load(File(it)) }
             val sampling = Sampling(
-                maxTokens = given["--max-tokens"]?.toInt() ?: 100,
-                temperature = given["--temperature"]?.toDouble() ?: 0.8,
-                seed = given["--seed"]?.toULong() ?: 0u,
+                maxTokens = number("--max-tokens", given["--max-tokens"], String::toIntOrNull) ?: 100,
+                temperature = number("--temperature", given["--temperature"], String::toDoubleOrNull) ?: 0.8,
+                seed = number("--seed", given["--seed"], String::toULongOrNull) ?: 0u,
             )
             val pieces = stream.generate(words[1].ifEmpty { null }, sampling).iterator()
             if (pieces.hasNext()) print(pieces.next()) // reads the prompt
             val (begin, before) = System.nanoTime() to stream.position
             for (piece in pieces) print(piece).also { System.out.flush() }
             val speed = (stream.position - before) / ((System.nanoTime() - begin) / 1e9)
-            println()
+            val state = given["--save-state"]?.let { stream.saved() } // as it is before the flush
+            println(stream.flush())
+            state?.write(File(given["--save-state"]!!))
             System.err.println("%.1f tokens/s, state %d bytes at position %d".format(speed, stream.stateBytes, stream.position))
-            given["--save-state"]?.let { stream.save(File(it)) }
         }
     }
 }

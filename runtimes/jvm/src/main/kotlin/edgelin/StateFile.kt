@@ -164,7 +164,7 @@ internal fun replace(file: File, parts: List<ByteArray>) {
         if (!part.renameTo(file)) throw IOException("it cannot be renamed into place")
     } catch (error: IOException) {
         part.delete()
-        refuse("$file cannot be written: ${error.message}", error)
+        refuse("$file cannot be written (${error.message}); give a file in a folder that exists and has room", error)
     }
 }
 
