@@ -3,7 +3,8 @@
 ``torch.compile``, ``torch.export`` and the CPU run it as the custom op ``edgelin::<name>``, with
 gradients by ``edgelin::<name>_backward``. Eager calls on a GPU leave these out, since a step of few
 tokens waits for Python, and the layers of a custom op take longer there than the launches of the
-kernels: they run the same two functions in an ``autograd.Function``.
+kernels: they run the same two functions in an ``autograd.Function``. ``torch.func`` has one more,
+in ``transforms.py``.
 
 What the kernels go on from backwards may be kept, since computing it again costs up to a third of a
 training step's time. While gradients are recorded, the op ``edgelin::<name>_keeping`` then returns
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from edgelin.recurrences import transforms
 from edgelin.recurrences.exporting import is_exporting
 
 Run = Callable[..., Any]
@@ -50,7 +52,7 @@ class Operator:
         reads: Sequence[int] = (),
     ) -> None:
         given, hints = inspect.signature(forward).parameters, get_type_hints(forward)
-        self.run, self.run_backward = forward, backward
+        self.name, self.run, self.run_backward = name, forward, backward
         self.allocate, self.reads = allocate, reads
         self.tensors = sum(hints[name] in (Tensor, Tensor | None) for name in given)
         self.required = sum(p.default is p.empty for p in given.values())
@@ -67,13 +69,20 @@ class Operator:
         schema = torch.library.infer_schema(backward, mutates_args=())
         self.backward_op = self._register(f"{name}_backward", self._backward, schema)
         self.backward_op.register_fake(self._fake_backward)
+        for op in {self.op, self.keeping_op, self.backward_op}:
+            op.register_vmap(transforms.one_by_one(op))
         self.function = _function(name, self)
+        self.transformed = transforms.function(self)
+        self.transformed_backward = transforms.gradients(self, len(given) + len(outputs))
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Run it on its inputs, all of them, in the order of ``forward``."""
         count = len(self.like)
         if inputs[0].is_cuda and not is_exporting():
             inputs = tuple(_dense(x) if isinstance(x, Tensor) else x for x in inputs)
+        if transforms.are_active():
+            made: tuple[Tensor, ...] = self.transformed.apply(*inputs)
+            return made[:count]
         if not _is_direct(inputs):
             keeps = torch.is_grad_enabled() and not is_exporting()
             return tuple((self.keeping_op if keeps else self.op)(*inputs)[:count])
@@ -132,11 +141,17 @@ class Operator:
             torch.zeros_like(inputs[i]) if up is None else up
             for up, i in zip(grads, self.like, strict=False)
         ]
-        kept = [] if self.allocate is None else [list(saved[self.tensors :])]
-        given = (*inputs[: self.required], *ups, *inputs[self.required :], *kept)
-        # The op refuses second derivatives, of which a graph is recorded here.
-        direct = not torch.is_grad_enabled() and _is_direct(given)
-        found = (self._backward if direct else self.backward_op)(*given)
+        given, kept = (
+            (*inputs[: self.required], *ups, *inputs[self.required :]),
+            [*saved[self.tensors :]],
+        )
+        if transforms.are_active():
+            found = self.transformed_backward.apply(*given, *kept)
+        else:
+            # The op refuses second derivatives, of which a graph is recorded here.
+            direct = not torch.is_grad_enabled() and _is_direct(given)
+            lists = [] if self.allocate is None else [kept]
+            found = (self._backward if direct else self.backward_op)(*given, *lists)
         pairs = zip(inputs[: self.tensors], found, strict=True)
         return *(None if x is None else grad for x, grad in pairs), *[None] * len(ctx.numbers)
 
