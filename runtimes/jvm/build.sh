@@ -11,5 +11,6 @@ if [ ! -d "$classes" ] || [ -n "$(find $sources -newer "$classes")" ]; then
     rm -rf "$classes"
     "$root/runtimes/jvm/kotlinc.sh" -Werror -cp "$libraries" -d "$classes" $sources
 fi
-[ $# -eq 0 ] || LD_LIBRARY_PATH=$tools/jvm LD_PRELOAD=$tools/jvm/libstub.so ORT_DISABLE_TELEMETRY=1 \
+# In another locale Java would read the words of a command line, and names of files, as ASCII.
+[ $# -eq 0 ] || LC_ALL=C.UTF-8 LD_LIBRARY_PATH=$tools/jvm LD_PRELOAD=$tools/jvm/libstub.so ORT_DISABLE_TELEMETRY=1 \
     exec java -Donnxruntime.native.path="$tools/jvm" -cp "$libraries:$classes" "$@"

@@ -39,7 +39,9 @@ def built() -> dict[str, Commands]:
     return here
 
 
-def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command line, telemetry off."""
-    environment = {**os.environ, "ORT_DISABLE_TELEMETRY": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line with more environment variables, telemetry off."""
+    environment = {**os.environ, "ORT_DISABLE_TELEMETRY": "1", **variables}
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=environment, check=False
+    )

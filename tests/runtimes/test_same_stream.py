@@ -85,6 +85,19 @@ def test_a_text_ends_alike_where_a_character_is_incomplete(tmp_path: Path) -> No
         _alike(kept, state_file.read(path))
 
 
+def test_a_prompt_is_read_alike_in_a_locale_without_unicode(tmp_path: Path) -> None:
+    bundle = Bundle(GOLDEN / "fused" / "bundle", variant="model", threads=1)
+    stream = bundle.stream()
+    text = "".join(stream.generate(PROMPT, max_tokens=TOKENS, temperature=0, seed=0))
+    kept, text = stream.saved(), text + stream.flush()
+    for name in built().keys() & set(TEXT_ONLY):
+        path = tmp_path / f"café-{name}.state"
+        begin = [word for word in built()[name](bundle.path) if word]
+        done = run([*begin, PROMPT, *_common(path, None)], LC_ALL="C")
+        assert (done.returncode, done.stdout) == (0, f"{text}\n"), name
+        _alike(kept, state_file.read(path))
+
+
 def test_streams_begin_in_the_default_capsule_everywhere(tmp_path: Path) -> None:
     here, folder = built(), tmp_path / "bundle"
     shutil.copytree(GOLDEN / "fused" / "bundle", folder)

@@ -2,6 +2,9 @@ import edgelin.Bundle
 import edgelin.EdgelinException
 import edgelin.Sampling
 import java.io.File
+import java.io.FileDescriptor
+import java.io.FileOutputStream
+import java.io.PrintStream
 import kotlin.system.exitProcess
 
 /**
@@ -9,6 +12,7 @@ import kotlin.system.exitProcess
  * [--threads N] [--load-state FILE] [--save-state FILE]. An empty prompt goes on from a loaded state.
  */
 fun main(words: Array<String>) {
+    System.setOut(PrintStream(FileOutputStream(FileDescriptor.out), true, "UTF-8")) // as every other runner, in any locale
     try {
         run(words)
     } catch (error: EdgelinException) {
