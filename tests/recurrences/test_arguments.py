@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.delta import delta
 from edgelin.recurrences.diagonal import diagonal
@@ -126,6 +127,14 @@ def test_packed(case: str) -> None:
             assert "sequences" in text, text
     leader = "v" if "v" in CALLS[case][1] else "x"
     refused(case, made | {leader: two[leader]}, "any")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_dtypes_without_kernels(dtype: torch.dtype) -> None:
+    """What a call on a GPU would say."""
+    fact = ("v", torch.Size([2, 9, 4, 6]), dtype, torch.device("cuda:0"))
+    with pytest.raises(ValueError, match=rf"v is {dtype} on cuda, need one of .*32, .*bfloat16$"):
+        Arguments((), v="BTHV")._verify(True, (fact,))
 
 
 def test_heads_that_do_not_divide() -> None:

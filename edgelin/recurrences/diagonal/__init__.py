@@ -60,9 +60,9 @@ def diagonal(
         state: State before the first token ``[B, D, N]``, complex ``[B, D, N, 2]``, float32.
         lengths: Steps that each row really has ``[B]``, or None: all; see
             :mod:`edgelin.recurrences.lengths`. A constant Λ then costs as much as a selective one.
-        cu_seqlens: Ends of N sequences packed one after the other into the only row ``[N + 1]``,
-            ``state`` then has N rows. None: every row is one sequence. See
-            :mod:`edgelin.recurrences.packed`.
+        cu_seqlens: Ends of sequences packed one after the other into the only row
+            ``[sequences + 1]``, ``state`` then has a row for each. None: every row is one sequence.
+            See :mod:`edgelin.recurrences.packed`.
 
     Returns:
         ``(y, state)``: outputs ``[B, T, D]`` in the dtype of ``x``, the state after the last
