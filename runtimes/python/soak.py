@@ -64,9 +64,11 @@ class Source:
         """Steps of the bundle's kind, named ``label``; None: random tokens.
 
         Raises:
-            EdgelinError: There are no steps and the bundle reads features.
+            EdgelinError: There are no steps: none were given for features, or it is empty.
         """
         source = bundle.manifest.input
+        if steps is not None and not len(np.asarray(steps)):
+            raise EdgelinError(f"{label} is empty; give at least one {source.unit}")
         if steps is not None:
             rows = source.check(steps, 1)[0][0]
             digest = sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()

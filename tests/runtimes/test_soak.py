@@ -227,6 +227,9 @@ def test_command(tiny: Any, sensor: Any, tmp_path: Path) -> None:
     assert (folder / "soak.md").read_text() in result.stdout
     assert (folder / "soak.png").read_bytes().startswith(b"\x89PNG")
 
+    (tmp_path / "empty.txt").touch()
+    refused = _run(tiny.path, "--text", tmp_path / "empty.txt", "-o", tmp_path / "x")
+    assert refused.stderr == "Error: empty.txt is empty; give at least one token\n"
     refused = _run(sensor.path, *options)
     assert "reads features; give them with --features" in refused.stderr
     np.savez(
