@@ -21,3 +21,10 @@ export function why(error: unknown): string {
   };
   return known[code] ?? code;
 }
+
+/** Refuse what is no object of options, or has one that does not exist. */
+export function checkNames(given: unknown, what: string, names: readonly string[]): void {
+  if (typeof given !== "object" || given === null) throw new EdgelinError(`the ${what}s are ${String(given)}; give an object`);
+  const unknown = Object.keys(given).find((name) => !names.includes(name));
+  if (unknown !== undefined) throw new EdgelinError(`there is no ${what} ${unknown}; there are: ${names.join(", ")}`);
+}

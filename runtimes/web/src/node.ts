@@ -3,7 +3,7 @@
 import { readFile } from "node:fs/promises";
 import { cpus } from "node:os";
 import { join } from "node:path";
-import { EdgelinError, oneLine, why } from "./errors.js";
+import { EdgelinError, checkNames, oneLine, why } from "./errors.js";
 import { FILE_NAME as MANIFEST } from "./manifest.js";
 import { open } from "./open.js";
 import type { Bundle } from "./runner.js";
@@ -27,7 +27,9 @@ export interface LoadOptions {
 /** Open a bundle folder. */
 export async function load(folder: string, options: LoadOptions = {}): Promise<Bundle> {
   if (typeof folder !== "string") throw new EdgelinError(`the bundle is ${String(folder)}; give the path of its folder`);
-  const { threads = 0 } = options;
+  checkNames(options, "option", ["variant", "threads", "selfTest"]);
+  const { threads = 0, selfTest: replay = true } = options;
+  if (typeof replay !== "boolean") throw new EdgelinError(`selfTest is ${String(replay)}; true or false is allowed`);
   const most = 8 * cpus().length;
   if (!Number.isInteger(threads) || threads < 0 || threads > most) {
     throw new EdgelinError(`threads is ${threads}; allowed: 0 (as onnxruntime finds best) .. ${most}`);
@@ -40,7 +42,7 @@ export async function load(folder: string, options: LoadOptions = {}): Promise<B
       logSeverityLevel: 4, // errors arrive as exceptions
     },
   });
-  if ((options.selfTest ?? true) && GOLDEN in bundle.manifest.files) await selfTest(bundle);
+  if (replay && GOLDEN in bundle.manifest.files) await selfTest(bundle);
   return bundle;
 }
 

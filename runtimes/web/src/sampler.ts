@@ -4,7 +4,7 @@
  * position alone (splitmix64), so that a stream that was saved goes on the same in any language.
  */
 
-import { EdgelinError } from "./errors.js";
+import { EdgelinError, checkNames } from "./errors.js";
 
 export const WINDOW = 64; // tokens that the repetition penalty looks back
 const MASK = (1n << 64n) - 1n;
@@ -44,13 +44,11 @@ export function settings(given: Sampling): Settings {
   const need = (good: boolean, name: string, allowed: string): void => {
     if (!good) throw new EdgelinError(`${name} is ${String(given[name as keyof Sampling])}; ${allowed} is allowed`);
   };
+  checkNames(given, "setting", ["maxTokens", "temperature", "topK", "topP", "minP", "repetitionPenalty", "seed", "stop"]);
   const drawn = crypto.getRandomValues(new Uint32Array(1))[0]!;
   const {
     maxTokens = 256, temperature = 0.8, topK = 40, topP = 0.95, minP = 0, repetitionPenalty = 1, seed = drawn, stop = [],
   } = given;
-  const names = ["maxTokens", "temperature", "topK", "topP", "minP", "repetitionPenalty", "seed", "stop"];
-  const unknown = Object.keys(given).find((name) => !names.includes(name));
-  if (unknown !== undefined) throw new EdgelinError(`there is no setting ${unknown}; there are: ${names.join(", ")}`);
   const whole = (value: number): boolean => Number.isSafeInteger(value) && value >= 0;
   need(whole(maxTokens), "maxTokens", "a whole number, 0 or more,");
   need(whole(topK), "topK", "a whole number, 0 (off) or more,");

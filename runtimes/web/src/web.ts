@@ -3,7 +3,7 @@
  * that a page needs no cross-origin isolation; the .wasm file comes from where you host it.
  */
 
-import { DeviceError, EdgelinError, oneLine } from "./errors.js";
+import { DeviceError, EdgelinError, checkNames, oneLine } from "./errors.js";
 import { FILE_NAME, type Manifest } from "./manifest.js";
 import { type Ort, open } from "./open.js";
 import type { Bundle, Files } from "./runner.js";
@@ -40,6 +40,7 @@ export interface LoadOptions {
  * WebGPU cannot run it, WebAssembly does, with a warning; `bundle.device` says which it is.
  */
 export async function load(source: string | URL | Files | ReadonlyMap<string, Blob>, options: LoadOptions = {}): Promise<Bundle> {
+  checkNames(options, "option", ["variant", "device", "wasmFolder", "threads", "selfTest", "onProgress"]);
   const { device = "wasm", selfTest: when = "first", threads = 1 } = options;
   if (!Object.hasOwn(WASM, device)) throw new EdgelinError(`device is ${device}; "wasm" or "webgpu" is allowed`);
   if (!["first", "always", "never"].includes(when)) throw new EdgelinError(`selfTest is ${when}; "first", "always" or "never" is allowed`);

@@ -162,6 +162,7 @@ test("options that are none, and a .wasm file that is not hosted, are told in on
   for (const odd of [{ device: "cuda" }, { selfTest: "sometimes" }, { threads: -1 }, { threads: 1.5 }]) {
     assert.match(await told({ wasmFolder: "/dist/", ...odd }), /^EdgelinError: (device|selfTest|threads) is .* allowed$/);
   }
+  assert.match(await told({ wasmfolder: "/dist/" }), /^EdgelinError: there is no option wasmfolder; there are: variant, device/);
   for (let again = 0; again < 2; again++) assert.match(await told({ wasmFolder: "/nope/" }), /give its folder as wasmFolder$/);
   await page.close();
 });

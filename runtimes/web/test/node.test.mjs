@@ -62,13 +62,16 @@ test("odd arguments are refused, and the stream stands where it stood", async ()
   await assert.rejects(bundle.stream({ capsule: "toString" }), /no capsule toString/);
   await assert.rejects(load(fused, { variant: "toString" }), /no variant toString/);
   await assert.rejects(load(undefined), /the bundle is undefined/);
+  for (const options of [{ treads: 1 }, { wasmFolder: "/" }, null, 5, { selfTest: "never" }]) {
+    await assert.rejects(load(fused, options), /there is no option .*; there are: variant|the options are|selfTest is never/);
+  }
 
   const stream = await bundle.stream();
   const wanted = [...(await stream.feed(Int32Array.of(1, 2)))];
   for (const steps of ["ab", [-1], [1.5], ["1"], [[1]], [300]]) await assert.rejects(stream.feed(steps), /out of range|no list/, String(steps));
   for (const steps of [null, undefined, 5]) await assert.rejects(stream.feed(steps), /steps are no list/);
   await assert.rejects(stream.feed([]), /nothing to read/);
-  for (const sampling of [{ maxtokens: 3 }, { topK: -1 }, { topP: 0 }, { seed: 1.5 }, { stop: "" }, { temperature: NaN }]) {
+  for (const sampling of [{ maxtokens: 3 }, { topK: -1 }, { topP: 0 }, { seed: 1.5 }, { stop: "" }, { temperature: NaN }, null]) {
     await assert.rejects(stream.generate("a", sampling).next(), EdgelinError, JSON.stringify(sampling));
   }
   await assert.rejects(stream.generate(5).next(), EdgelinError);
