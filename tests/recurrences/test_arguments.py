@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from edgelin.recurrences.delta import delta
 from edgelin.recurrences.diagonal import diagonal
 from edgelin.recurrences.dplr import dplr
 from edgelin.recurrences.linear import linear
+from edgelin.recurrences.rnn import rnn
+from edgelin.recurrences.running_max import running_max
 
 Inputs = dict[str, Tensor | None]
 SIZES = {"B": 2, "T": 9, "H": 4, "G": 2, "K": 5, "V": 6, "D": 3, "N": 7, "C": 3, "W": 4, "L": 3}
@@ -35,8 +38,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         {"x": "BTD", "b": "DN2", "c": "BTDN2", "g": "DN", "theta": "DN", "state": "BDN2"},
     ),
     "conv": (short_convolution, {"x": "BTC", "weight": "CW", "bias": "C", "state": "BCL"}),
+    "rnn": (partial(rnn, activation="tanh"), {"u": "BTD", "weight": "D", "state": "BD"}),
+    "rnn, full": (partial(rnn, activation="tanh"), {"u": "BTD", "weight": "DD", "state": "BD"}),
+    "running_max": (running_max, {"x": "BTC", "g": "BTC", "state": "BC"}),
 }  # fmt: skip
-PRECISE = ("state", "g", "theta", "normalizer")
+PACKED = [case for case in CALLS if not case.startswith("r")]
+LEADERS = ("v", "x", "u")
+
+
+def precise(case: str) -> list[str]:
+    """What is never bfloat16."""
+    return ["state", "g", "theta", "normalizer", *(["x"] if case == "running_max" else [])]
 
 
 def inputs(case: str, **sizes: int) -> Inputs:
@@ -70,21 +82,21 @@ def test_every_axis_of_every_tensor(case: str) -> None:
             continue
         layout = CALLS[case][1].get(name, "B")
         for axis, letter in enumerate(layout):
-            if letter == "T" and case in ("diagonal", "conv"):
+            if letter == "T" and case in ("diagonal", "conv", "rnn", "rnn, full"):
                 continue  # the only one with this axis
             for size in {x.shape[axis] + 1, *([1] if letter not in "1D" else [])}:
                 other = [*x.shape]
                 other[axis] = size
-                leads = name in ("v", "x") or letter in "WN"
+                leads = name in LEADERS or letter in "WN" or layout == "DD"
                 refused(case, made | {name: x.new_zeros(other)}, "any" if leads else name)
-        for wrong in (x[None], x[0], x.new_zeros(())):
+        for wrong in (x[None], x.new_zeros(()), *([] if layout == "DD" else [x[0]])):
             refused(case, made | {name: wrong}, name)
 
 
 @pytest.mark.parametrize("case", CALLS)
 @pytest.mark.parametrize("letter", "BT")
 def test_nothing_at_all(case: str, letter: str) -> None:
-    name = "v" if "v" in CALLS[case][1] else "x"
+    name = next(name for name in LEADERS if name in CALLS[case][1])
     text = refused(case, inputs(case, **{letter: 0}), name)
     assert "at least 1 of each" in text
 
@@ -96,9 +108,9 @@ def test_dtypes(case: str) -> None:
         if x is None or name == "lengths":
             continue
         wrong = [torch.float16, torch.int64, torch.bool, torch.complex64]
-        for dtype in [*wrong, *([torch.bfloat16] if name in PRECISE else [])]:
+        for dtype in [*wrong, *([torch.bfloat16] if name in precise(case) else [])]:
             assert str(dtype) in refused(case, made | {name: x.to(dtype)}, name)
-        right = [torch.float64, *([] if name in PRECISE else [torch.bfloat16])]
+        right = [torch.float64, *([] if name in precise(case) else [torch.bfloat16])]
         for dtype in right:
             CALLS[case][0](**made | {name: x.to(dtype)})
     refused(case, made | {"lengths": torch.ones(2)}, "lengths")
@@ -108,12 +120,12 @@ def test_dtypes(case: str) -> None:
 def test_devices(case: str) -> None:
     made = inputs(case)
     for name, x in made.items():
-        if x is not None and name not in ("v", "x"):
+        if x is not None and name not in LEADERS:
             text = refused(case, made | {name: x.to("meta")}, name)
             assert text.startswith(f"{name} is on meta, need cpu, where ")
 
 
-@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("case", PACKED)
 def test_packed(case: str) -> None:
     """States then have as many rows as there are sequences, every other row is one."""
     two, one = inputs(case), inputs(case, B=1)
@@ -144,12 +156,10 @@ def test_heads_that_do_not_divide() -> None:
 
 def test_a_state_of_float64_is_computed_in_float64() -> None:
     """Whatever the dtype of the rest; the outputs have that of the values."""
-    for case in CALLS:
-        if case == "conv":
-            continue
+    for case in PACKED[:-1]:  # a convolution keeps inputs, which it does not compute
         made = inputs(case)
         exact = {n: x.double() if x is not None and n != "lengths" else x for n, x in made.items()}
-        whole = {name: exact[name] for name in PRECISE if made.get(name) is not None}
+        whole = {name: exact[name] for name in precise(case) if made.get(name) is not None}
         o, state, *_ = CALLS[case][0](**made | whole)
         wanted = CALLS[case][0](**exact)[1]
         assert (o.dtype, state.dtype) == (torch.float32, torch.float64)

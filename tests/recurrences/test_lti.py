@@ -168,6 +168,9 @@ def test_wrong_shapes_are_refused() -> None:
     made = inputs(2)
     with pytest.raises(ValueError, match=r"need \[D, N, N\], \[D, N\]"):
         lti(**made | {"b": made["b"][0]})
+    for x in (made["x"][:1], made["x"][0], made["x"][..., :1]):
+        with pytest.raises(ValueError, match=r"need \[B, T, D\]"):
+            lti(**made | {"x": x})
 
 
 # ---- discretisation, HiPPO matrices, diagonalisation

@@ -248,15 +248,6 @@ def session(form: str, name: str, matrix: np.ndarray) -> ort.InferenceSession:
     return ort.InferenceSession(data, providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"weight": torch.zeros(4)}, "need .*D, D"),
-        ({"u": torch.zeros(2, 5)}, "need .*D, D"),
-        ({"activation": "gelu"}, "activation is 'gelu'; allowed: identity, tanh"),
-    ],
-)
-def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
-    given = {"u": torch.zeros(1, 2, 5), "weight": torch.zeros(5), "state": torch.zeros(1, 5)}
-    with pytest.raises(ValueError, match=message):
-        rnn(**{**given, "activation": "tanh", **change})
+def test_other_activations_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation is 'gelu'; allowed: identity, tanh"):
+        rnn(torch.zeros(1, 2, 5), torch.zeros(5), torch.zeros(1, 5), activation="gelu")

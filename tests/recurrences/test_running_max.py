@@ -190,14 +190,3 @@ def test_onnx_starts_from_nothing() -> None:
 def test_onnx_fails_beyond_a_chunk() -> None:
     with pytest.raises(Exception, match=r"indices element out of data bounds|out of bounds"):
         session().run(None, feeds(inputs("mild", 65)))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"g": torch.zeros(1, 2, 1)}, {"state": torch.zeros(1, 3)}, {"x": torch.zeros(2, 5)}],
-    ids=str,
-)
-def test_wrong_shapes_are_refused(change: dict[str, Tensor]) -> None:
-    given = {"x": torch.zeros(1, 2, 5), "g": torch.zeros(1, 2, 5), "state": torch.zeros(1, 5)}
-    with pytest.raises(ValueError, match=r"need \[B, T, C\] twice"):
-        running_max(**{**given, **change})

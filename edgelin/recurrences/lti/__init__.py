@@ -50,6 +50,8 @@ def lti(
     if a.shape != (*b.shape, size) or c.shape != b.shape or state.shape[1:] != b.shape:
         shapes = ", ".join(str(tuple(v.shape)) for v in (a, b, c, state))
         raise ValueError(f"a, b, c, state are {shapes}; need [D, N, N], [D, N], [D, N], [B, D, N]")
+    if not is_exporting() and (x.dim() != 3 or x.shape[::2] != state.shape[:2]):
+        raise ValueError(f"x is {tuple(x.shape)}, need [B, T, D], state is {tuple(state.shape)}")
     x = masked(x, lengths)  # a convolution by FFT rounds all outputs by all inputs
     y, after = _lti(x, a, b, c, state)
     return y, after if lengths is None else _ended(x, (a, b, c), state, lengths)

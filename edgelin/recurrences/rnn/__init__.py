@@ -26,12 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.chunks import outside_autocast
 from edgelin.recurrences.lengths import last
 from edgelin.recurrences.operator import Operator
 from edgelin.recurrences.rnn import reference
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
+_ARGUMENTS = Arguments(("state",), u="BTD", weight="D|DD", state="RD")
 
 
 def rnn(
@@ -50,10 +52,7 @@ def rnn(
     Returns:
         ``(z, state)``: outputs ``[B, T, D]`` in the dtype of ``u``, the state after the last token.
     """
-    width = state.shape[-1]
-    if tuple(weight.shape) not in ((width,), (width, width)) or u.dim() != 3:
-        shapes = [tuple(x.shape) for x in (u, weight, state)]
-        raise ValueError(f"u, weight, state are {shapes}, need [B, T, D], [D] or [D, D], [B, D]")
+    _ARGUMENTS.check(None, u=u, weight=weight, state=state, lengths=lengths)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     z, after = _rnn(u, weight, state, activation)

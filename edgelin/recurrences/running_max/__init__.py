@@ -23,8 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.lengths import last
 from edgelin.recurrences.running_max import scan
+
+_ARGUMENTS = Arguments(("x", "g", "state"), x="BTC", g="BTC", state="RC")
 
 
 def running_max(
@@ -42,9 +45,7 @@ def running_max(
     Returns:
         ``(m, state)``: m ``[B, T, C]``, never below ``x``, and m after the last token.
     """
-    if x.dim() != 3 or g.shape != x.shape or state.shape[1:] != x.shape[2:]:
-        shapes = [tuple(v.shape) for v in (x, g, state)]
-        raise ValueError(f"x, g, state are {shapes}, need [B, T, C] twice and [B, C]")
+    _ARGUMENTS.check(None, x=x, g=g, state=state, lengths=lengths)
     result: tuple[Tensor, Tensor] = torch.ops.edgelin.running_max(x, g, state)
     if lengths is None:
         return result
