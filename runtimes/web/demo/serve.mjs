@@ -11,7 +11,8 @@ const TYPES = { ".html": "text/html", ".js": "text/javascript", ".css": "text/cs
 export async function serve(folders, port = 0) {
   const requests = [];
   const server = createServer(async (request, response) => {
-    const path = decodeURIComponent(new URL(request.url, "http://x").pathname).replace(/\/$/, "/index.html");
+    const path = pathOf(request.url);
+    if (path === null) return response.writeHead(400).end();
     requests.push(path);
     const prefix = Object.keys(folders).filter((key) => path.startsWith(key)).sort((a, b) => b.length - a.length)[0];
     const file = prefix && join(folders[prefix], normalize(`/${path.slice(prefix.length)}`));
@@ -20,7 +21,16 @@ export async function serve(folders, port = 0) {
     response.writeHead(200, { "Content-Type": TYPES[extname(file)] ?? "application/octet-stream", "Content-Length": found.size });
     createReadStream(file).pipe(response);
   });
-  await new Promise((resolve) => server.listen(port, "127.0.0.1", resolve));
+  await new Promise((resolve, reject) => server.once("error", reject).listen(port, "127.0.0.1", resolve));
   const close = () => (server.closeAllConnections(), server.close());
   return { url: `http://127.0.0.1:${server.address().port}`, requests, close };
+}
+
+/** The path of a URL; null of one that is none, or has half an escape. */
+function pathOf(url) {
+  try {
+    return decodeURIComponent(new URL(url, "http://x").pathname).replace(/\/$/, "/index.html");
+  } catch {
+    return null;
+  }
 }

@@ -1,17 +1,20 @@
 /** The runner and the demo page in Debian's Chromium. */
 
 import assert from "node:assert/strict";
+import { execFile } from "node:child_process";
 import { mkdtemp, readFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, test } from "node:test";
 import { fileURLToPath } from "node:url";
+import { promisify } from "node:util";
 import { buildDemo } from "../demo/build.mjs";
 import { serve } from "../demo/serve.mjs";
 import { buildPage } from "./build.mjs";
 import { launch } from "./chromium.mjs";
 import { CASES } from "./golden.mjs";
 
+const run = promisify(execFile);
 const GOLDEN = fileURLToPath(new URL("../../golden/", import.meta.url));
 let [server, browser] = [];
 
@@ -165,6 +168,19 @@ test("options that are none, and a .wasm file that is not hosted, are told in on
   assert.match(await told({ wasmfolder: "/dist/" }), /^EdgelinError: there is no option wasmfolder; there are: variant, device/);
   for (let again = 0; again < 2; again++) assert.match(await told({ wasmFolder: "/nope/" }), /give its folder as wasmFolder$/);
   await page.close();
+});
+
+test("the demo's server answers odd paths, and tells in one line what it cannot serve", async () => {
+  const { port } = new URL(server.url);
+  for (const [path, status] of [["/%", 400], ["/%2e%2e/%2e%2e/package.json", 404], ["/none", 404], ["/", 200]]) {
+    assert.equal((await fetch(`${server.url}${path}`)).status, status, path);
+  }
+  const script = fileURLToPath(new URL("../demo/build.mjs", import.meta.url));
+  for (const [folder, taken] of [[join(GOLDEN, "none"), port], [join(GOLDEN, "portable", "bundle"), port], [join(GOLDEN, "portable", "bundle"), "99999"]]) {
+    const failed = await run(process.execPath, [script, "--serve", folder], { env: { ...process.env, PORT: taken } }).catch((error) => error);
+    assert.equal(failed.code, 1, folder);
+    assert.match(failed.stderr, /^(.* has no edgelin\.json; give .*|the page cannot be served on port .*; choose .*)\n$/);
+  }
 });
 
 /** Write `tokens` tokens on the demo page, and give the whole text. */
