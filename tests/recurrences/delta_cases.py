@@ -56,7 +56,7 @@ def inputs(
             "strong decay": torch.full_like(g, -20.0),
             "mixed decay": torch.where(chance < 0.5, -20.0, -0.001),
             "front": torch.where(early, -20.0, -0.02),
-            "reset": torch.where(chance < 0.2, -1000.0, -0.01),
+            "reset": torch.where(chance < 0.2, -torch.inf, -0.01),
         }[kind].to(g.dtype)
     if by_key:
         share = torch.rand(k.shape, generator=generator, dtype=torch.float64)

@@ -60,7 +60,7 @@ def inputs(
     elif kind in ("no decay", "repeat beta 1", "repeat beta 2"):
         g = torch.zeros_like(g)
     elif kind == "reset":
-        g = torch.where(draw(*rows) < -0.5, -500.0, g)
+        g = torch.where(draw(*rows) < -0.5, -torch.inf, g)
     # below 1 where both are of unit length: the norm of Diag(e^g) + b a^T is then at most 1
     a, b = -b * g.exp(), b * torch.rand(rows, generator=made, dtype=torch.float64)
     if "beta" in kind:

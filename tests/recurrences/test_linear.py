@@ -165,10 +165,10 @@ def test_floor_of_the_normalizer(decay):
 def test_bfloat16_values_keep_a_float32_state():
     """Sums of ones, which a state of 8 bits of mantissa stops counting at 256."""
     ones, state = torch.ones(1, 50, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 2)
-    for _ in range(12):
+    for _ in range(13):
         o, state = linear(ones, ones, ones, None, state, scale=1.0)
     assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
-    assert (state == 600).all()
+    assert (state == 650).all()  # which bfloat16 has not
 
 
 def test_output_types():
