@@ -22,6 +22,9 @@ from edgelin.config import FeatureConfig
 from edgelin.errors import EdgelinError
 
 Array = NDArray[Any]
+# What numpy.load raises of a damaged file; RuntimeError: a bit of it says that it is encrypted, or
+# compressed in a way that zipfile has not.
+DAMAGED = (ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def load_arrays(path: Path, suffix: str) -> dict[str, Array]:
     except OSError as error:
         reason = error.strerror or error
         raise EdgelinError(f"cannot read the features {path}: {reason}") from error
-    except (ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGED as error:
         reason = " ".join(str(error).split())
         raise EdgelinError(f"{path} is no readable {suffix} file ({reason}); {problem}") from error
     if ("" in arrays) != (suffix == ".npy"):

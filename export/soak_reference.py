@@ -35,6 +35,7 @@ from edgelin.runtimes.distribution import divergence
 from edgelin.runtimes.measure import write_json
 from edgelin.runtimes.session import Bundle
 from edgelin.runtimes.soak import Source, mark
+from edgelin.sequences import DAMAGED
 
 STATES, FOUND = "float64.npz", "float64.json"
 _CALL = 1024  # steps a call: long ones are faster, and the numbers do not depend on it
@@ -150,7 +151,7 @@ class _Reader:
                 k: tuple(v.shape) for k, v in self._state.items()
             }:
                 raise ValueError("its states are others")
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, KeyError, *DAMAGED) as error:
             raise EdgelinError(f"{path} is damaged: {error}; remove it to start again") from error
         self._state = {name: torch.from_numpy(array) for name, array in arrays.items()}
 

@@ -83,9 +83,13 @@ def test_goes_on_and_sees_a_wrong_mark(
     state_file.write(mark(tmp_path, 128), saved)
     changed = read()
     assert changed[1].states["recurrent.0"] > 0.4 and changed[2] == found[2]
-    (tmp_path / soak_reference.STATES).write_bytes(b"PK")
-    with pytest.raises(EdgelinError, match=r"float64\.npz is damaged"):
-        read()
+    content = (tmp_path / soak_reference.STATES).read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+    for damaged in (b"PK", flipped):
+        (tmp_path / soak_reference.STATES).write_bytes(damaged)
+        with pytest.raises(EdgelinError, match=r"float64\.npz is damaged"):
+            read()
 
 
 def test_command(bundle: Path, small_checkpoint: Path, tmp_path: Path) -> None:

@@ -120,7 +120,10 @@ def test_files_that_are_no_npz(tmp_path: Path) -> None:
         load([tmp_path / "none.npz"], _features())
     path = tmp_path / "a.npz"
     np.save(tmp_path / "a.npy", X)
-    for content in (b"", b"PK\3\4 no zip", pickle.dumps({"x": 1}), _write(path).read_bytes()[:300]):
+    whole = _write(path).read_bytes()
+    encrypted = bytearray(whole)
+    encrypted[whole.index(b"PK\1\2") + 8] |= 1
+    for content in (b"", b"PK\3\4 no zip", pickle.dumps({"x": 1}), whole[:300], encrypted):
         path.write_bytes(content)
         with pytest.raises(EdgelinError, match=r"a\.npz is no readable \.npz file") as error:
             load([path], _features())
