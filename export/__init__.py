@@ -7,4 +7,5 @@ Code map:
 - ``quantise/``: int8 and int4 weights; ``store``: the ``.onnx`` and ``.onnx_data`` files
 - ``contract``: manifest and metadata; ``golden``: the stream that checks a runtime
 - ``bundle``: everything in order, into a temporary folder, then renamed; ``report``: what was found
+- ``verify/``: proof that a bundle computes what its checkpoint does
 """

@@ -49,7 +49,7 @@ from edgelin.export.report import (
 from edgelin.export.step_form import step_form
 from edgelin.export.target import COPIED
 from edgelin.export.trace import trace
-from edgelin.export.verify_streams import ragged_error
+from edgelin.export.verify.streams import ragged_error
 from edgelin.families import convert
 from edgelin.files import staging
 from edgelin.mapped import MappedFile, release

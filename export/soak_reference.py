@@ -24,11 +24,11 @@ from tqdm import tqdm
 
 from edgelin.errors import EdgelinError
 from edgelin.export.step_form import load
-from edgelin.export.verify import exported
-from edgelin.export.verify_forms import relative_error
-from edgelin.export.verify_manifest import check_same_model
-from edgelin.export.verify_quality import bits
-from edgelin.export.verify_weights import read_weights, rounded_weights
+from edgelin.export.verify.compare import exported
+from edgelin.export.verify.forms import relative_error
+from edgelin.export.verify.manifest import check_same_model
+from edgelin.export.verify.quality import bits
+from edgelin.export.verify.weights import read_weights, rounded_weights
 from edgelin.files import replacing
 from edgelin.runtimes import state_file
 from edgelin.runtimes.distribution import divergence

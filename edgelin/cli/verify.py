@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgelin.errors import EdgelinError
-from edgelin.export.verify_report import TOLERANCE
+from edgelin.export.verify.report import TOLERANCE
 
 if TYPE_CHECKING:
     from edgelin.sequences import Sequences
@@ -74,7 +74,7 @@ def command(
     Example:
       edgelin verify bundles/demo --checkpoint examples/demo/checkpoint --record
     """
-    from edgelin.export.verify import verify
+    from edgelin.export.verify.compare import verify
 
     def progress(line: str) -> None:
         click.echo(line, err=True)
@@ -89,7 +89,7 @@ def command(
     if json_path is not None:
         result.write(json_path)
     if record:
-        from edgelin.export.verify_record import record as add_to_report
+        from edgelin.export.verify.record import record as add_to_report
 
         add_to_report(result, bundle)
     click.echo(result.table())

@@ -25,7 +25,7 @@ from edgelin.export.activations import float_activations, round_activations
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.quantise.nodes import quantise
 from edgelin.export.trace import trace
-from edgelin.export.verify_report import Comparison
+from edgelin.export.verify.report import Comparison
 from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import Manifest, Variant, file_records
 

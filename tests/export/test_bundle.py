@@ -24,7 +24,7 @@ from edgelin.export import bundle as bundles
 from edgelin.export import golden, profiles, store
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.trace import trace
-from edgelin.export.verify_golden import replay_golden
+from edgelin.export.verify.golden import replay_golden
 from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import METADATA_KEY, Manifest
 from edgelin.runtimes.signature import Tokens

@@ -21,7 +21,7 @@ from edgelin.export.profiles import PROFILES
 from edgelin.export.quantise.nodes import quantise
 from edgelin.export.quantise.recipe import RECIPES, Recipe
 from edgelin.export.trace import trace
-from edgelin.export.verify_weights import check_weights, read_weights, rounded_weights
+from edgelin.export.verify.weights import check_weights, read_weights, rounded_weights
 from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import Manifest
 

@@ -17,12 +17,12 @@ import edgelin.runtimes
 from edgelin import checkpoint
 from edgelin.cli import main
 from edgelin.export import golden, passes
-from edgelin.export import verify as verifying
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
 from edgelin.export.trace import trace
-from edgelin.export.verify import verify
-from edgelin.export.verify_report import Comparison, Quality, Verification
+from edgelin.export.verify import compare as verifying
+from edgelin.export.verify.compare import verify
+from edgelin.export.verify.report import Comparison, Quality, Verification
 from edgelin.runtimes.distribution import deviation
 from edgelin.runtimes.manifest import Manifest
 

@@ -26,7 +26,7 @@ from edgelin.export.profiles import PROFILES
 from edgelin.export.quantise.nodes import quantise
 from edgelin.export.quantise.recipe import RECIPES
 from edgelin.export.trace import trace
-from edgelin.export.verify import verify
+from edgelin.export.verify.compare import verify
 from edgelin.runtimes.manifest import Manifest, file_records
 
 RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from edgelin.export.quantise.gptq import gptq
 from edgelin.export.quantise.nodes import quantise, round_to_nearest
 from edgelin.export.quantise.recipe import RECIPES, Format, Recipe
 from edgelin.export.quantise.rounding import round_matrix
-from edgelin.export.verify_weights import check_weights
+from edgelin.export.verify.weights import check_weights
 
 WIDTH, ROWS = 80, 12  # no multiple of the block of 32
 

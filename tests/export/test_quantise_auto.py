@@ -25,7 +25,7 @@ from edgelin.export.quantise.recipe import RECIPES, Format, Recipe
 from edgelin.export.quantise.sensitivity import Option, size
 from edgelin.export.quantise.speed import Timer
 from edgelin.export.trace import trace
-from edgelin.export.verify import verify
+from edgelin.export.verify.compare import verify
 from edgelin.runtimes.manifest import Manifest
 
 FORMATS = (Format(4, 64), Format(4, 32), Format(8, 32), None)

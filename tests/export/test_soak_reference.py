@@ -16,9 +16,9 @@ from edgelin.errors import EdgelinError
 from edgelin.export import soak_reference
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.soak_reference import distances
-from edgelin.export.verify_forms import replay
-from edgelin.export.verify_torch import TorchForm
-from edgelin.export.verify_weights import read_weights, rounded_weights
+from edgelin.export.verify.forms import replay
+from edgelin.export.verify.torch_forms import TorchForm
+from edgelin.export.verify.weights import read_weights, rounded_weights
 from edgelin.runtimes import state_file
 from edgelin.runtimes.buffers import initial_state
 from edgelin.runtimes.soak import Soak, Source, mark

@@ -18,7 +18,7 @@ from edgelin.export import passes
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
 from edgelin.export.trace import trace
-from edgelin.export.verify import verify
+from edgelin.export.verify.compare import verify
 from edgelin.model import SequenceModel
 from edgelin.recurrences import linear as recurrence
 

@@ -19,12 +19,13 @@ from edgelin import tokenizer
 from edgelin.cli import main
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.export import verify as verifying
-from edgelin.export import verify_golden, verify_torch
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.verify import LENGTHS, verify
-from edgelin.export.verify_forms import relative_error, replay
-from edgelin.export.verify_report import TRUTH
+from edgelin.export.verify import compare as verifying
+from edgelin.export.verify import golden as verify_golden
+from edgelin.export.verify import torch_forms as verify_torch
+from edgelin.export.verify.compare import LENGTHS, verify
+from edgelin.export.verify.forms import relative_error, replay
+from edgelin.export.verify.report import TRUTH
 from edgelin.model import SequenceModel
 from edgelin.runtimes import load
 from edgelin.runtimes import manifest as manifests

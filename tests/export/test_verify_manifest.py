@@ -14,8 +14,8 @@ import pytest
 
 from edgelin.errors import EdgelinError
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.verify import verify
-from edgelin.export.verify_manifest import check_contract
+from edgelin.export.verify.compare import verify
+from edgelin.export.verify.manifest import check_contract
 from edgelin.runtimes.canonical_json import digest
 from edgelin.runtimes.manifest import Manifest, file_records
 

@@ -18,9 +18,9 @@ from onnx import helper, numpy_helper
 import edgelin
 from edgelin.cli import main
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.verify import LENGTHS, random_calls, verify
-from edgelin.export.verify_inputs import random_state, random_steps
-from edgelin.export.verify_probe import sensitivity
+from edgelin.export.verify.compare import LENGTHS, random_calls, verify
+from edgelin.export.verify.inputs import random_state, random_steps
+from edgelin.export.verify.probe import sensitivity
 from edgelin.runtimes.manifest import Manifest, file_records
 
 

@@ -14,7 +14,7 @@ import pytest
 from edgelin.errors import EdgelinError
 from edgelin.export import store, verify
 from edgelin.export.bundle import export_checkpoint
-from edgelin.export.verify_weights import check_weights, computed_constants, read_weights
+from edgelin.export.verify.weights import check_weights, computed_constants, read_weights
 from edgelin.runtimes import load
 from edgelin.runtimes.manifest import Manifest, Variant, file_records
 

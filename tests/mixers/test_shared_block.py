@@ -17,8 +17,8 @@ from torch import Tensor
 
 from edgelin import checkpoint, mixers, tokenizer
 from edgelin.errors import EdgelinError
-from edgelin.export import verify
 from edgelin.export.bundle import export_checkpoint
+from edgelin.export.verify.compare import verify
 from edgelin.model import SequenceModel, _most_in_blocks, check_size
 from edgelin.model_config import ModelConfig
 
@@ -111,7 +111,7 @@ def test_bundles_hold_a_block_once(tmp_path: Path) -> None:
     text = tokenizer.train(["a small text of a few words and more words " * 20], VOCAB)
     checkpoint.save(tmp_path / "m", made, text.to_str())
     export_checkpoint(tmp_path / "m", out, quantise=("none", "int4"))
-    verify.verify(out, tmp_path / "m")
+    verify(out, tmp_path / "m")
     for name in ("model", "model_q4"):
         held = ir.load(out / "onnx" / f"{name}.onnx").graph.initializers
         assert not [n for n in held if n.startswith("blocks.1.side.") and ".shared" in n]

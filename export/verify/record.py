@@ -10,7 +10,7 @@ from typing import Any
 from edgelin import __version__
 from edgelin.errors import EdgelinError
 from edgelin.export.report import JSON_NAME, TEXT_NAME
-from edgelin.export.verify_report import Comparison, Verification
+from edgelin.export.verify.report import Comparison, Verification
 from edgelin.files import replacing
 from edgelin.runtimes.manifest import Manifest, file_records
 

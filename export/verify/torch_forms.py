@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from edgelin.export.activations import RoundedActivations
 from edgelin.export.contract import signature
 from edgelin.export.step_form import load
-from edgelin.export.verify_forms import Array, Record, State, compare, replay
+from edgelin.export.verify.forms import Array, Record, State, compare, replay
 from edgelin.recurrences.delta import reference as delta
 from edgelin.recurrences.diagonal import reference as diagonal
 from edgelin.recurrences.dplr import reference as dplr

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgelin.errors import EdgelinError
-from edgelin.export.verify_forms import Array, Form, OnnxForm, State, replay
-from edgelin.export.verify_golden import golden_steps
-from edgelin.export.verify_report import Quality
+from edgelin.export.verify.forms import Array, Form, OnnxForm, State, replay
+from edgelin.export.verify.golden import golden_steps
+from edgelin.export.verify.report import Quality
 from edgelin.runtimes.buffers import initial_state
 from edgelin.runtimes.distribution import deviation, divergence, log_softmax
 from edgelin.sequences import Sequences

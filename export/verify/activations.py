@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgelin.export.activations import float_activations
-from edgelin.export.verify_forms import Array, OnnxForm, Record, State, compare, replay
-from edgelin.export.verify_report import TRUTH, Comparison
-from edgelin.export.verify_torch import TorchForm
-from edgelin.export.verify_weights import block_sizes
+from edgelin.export.verify.forms import Array, OnnxForm, Record, State, compare, replay
+from edgelin.export.verify.report import TRUTH, Comparison
+from edgelin.export.verify.torch_forms import TorchForm
+from edgelin.export.verify.weights import block_sizes
 from edgelin.runtimes.session import open_session
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgelin.export.verify_forms import Array, OnnxForm, relative_error
-from edgelin.export.verify_report import Comparison, Difference
+from edgelin.export.verify.forms import Array, OnnxForm, relative_error
+from edgelin.export.verify.report import Comparison, Difference
 from edgelin.runtimes.buffers import initial_state
 
 if TYPE_CHECKING:

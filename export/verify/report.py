@@ -126,7 +126,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What changing one thing in one row does to a graph (:mod:`edgelin.export.verify_probe`).
+    """What changing one thing in one row does to a graph (:mod:`edgelin.export.verify.probe`).
 
     Args:
         variant: Graph of the bundle.
@@ -170,7 +170,7 @@ class Sensitivity:
 
 @dataclass
 class Verification:
-    """Result of :func:`edgelin.export.verify.verify`.
+    """Result of :func:`edgelin.export.verify.compare.verify`.
 
     Args:
         bundle: Folder of the bundle.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgelin.export.verify_forms import Array, State
-from edgelin.export.verify_golden import golden_magnitudes, golden_steps
+from edgelin.export.verify.forms import Array, State
+from edgelin.export.verify.golden import golden_magnitudes, golden_steps
 from edgelin.runtimes.buffers import initial_state
 from edgelin.runtimes.manifest import Manifest
 from edgelin.runtimes.signature import Features

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgelin.export.verify_forms import Array, OnnxForm, State, relative_error
-from edgelin.export.verify_report import Sensitivity
+from edgelin.export.verify.forms import Array, OnnxForm, State, relative_error
+from edgelin.export.verify.report import Sensitivity
 from edgelin.runtimes.signature import Input, Tokens
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelin.errors import EdgelinError
-from edgelin.export.verify_report import Difference
+from edgelin.export.verify.report import Difference
 from edgelin.runtimes.buffers import Buffers
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ The truth is the model in float64, fed step by step, with each recurrence comput
 elsewhere) and the ONNX graphs, fed step by step, in chunks, and in calls of random lengths, as
 three rows and as one. All start from one random state, so that what a form does with its state
 counts from the first token. Where the states allow it, the parallel form also reads rows of
-different lengths in one call. And every state must matter (:mod:`edgelin.export.verify_probe`).
+different lengths in one call. And every state must matter (:mod:`edgelin.export.verify.probe`).
 
 Per position and tensor (outputs, the stream after each block, every state), the error of x beside
 the truth y is max|x - y| / max|y|. A quantised graph is another model: its truth is the
 recurrence with the rounded weights. With float activations it has to be as near to that as a float
 graph; with its rounded ones, no further than a model in torch that rounds them too
-(:mod:`edgelin.export.verify_activations`). Its answers are held to the float model's
-(:mod:`edgelin.export.verify_quality`).
+(:mod:`edgelin.export.verify.activations`). Its answers are held to the float model's
+(:mod:`edgelin.export.verify.quality`).
 The graphs do not show the stream between blocks; an error there shows in the next layer's states.
 """
 
@@ -29,7 +29,7 @@ import numpy as np
 
 from edgelin.errors import EdgelinError
 from edgelin.export.limits import allowed
-from edgelin.export.verify_forms import (
+from edgelin.export.verify.forms import (
     Array,
     Form,
     OnnxForm,
@@ -40,24 +40,24 @@ from edgelin.export.verify_forms import (
     replay,
     replay_calls,
 )
-from edgelin.export.verify_golden import allowed_error, golden_steps, replay_golden
-from edgelin.export.verify_inputs import BATCH, random_state, random_steps
-from edgelin.export.verify_probe import sensitivity
-from edgelin.export.verify_quality import bits, qualities
-from edgelin.export.verify_report import (
+from edgelin.export.verify.golden import allowed_error, golden_steps, replay_golden
+from edgelin.export.verify.inputs import BATCH, random_state, random_steps
+from edgelin.export.verify.probe import sensitivity
+from edgelin.export.verify.quality import bits, qualities
+from edgelin.export.verify.report import (
     TOLERANCE,
     TRUTH,
     Comparison,
     Difference,
     Verification,
 )
-from edgelin.export.verify_streams import ragged_rows
+from edgelin.export.verify.streams import ragged_rows
 from edgelin.runtimes import load as open_bundle
 from edgelin.runtimes.manifest import HASH_LIMIT, FileRecord, Manifest
 from edgelin.sequences import Sequences
 
 if TYPE_CHECKING:
-    from edgelin.export.verify_torch import TorchForm
+    from edgelin.export.verify.torch_forms import TorchForm
     from edgelin.runtimes.session import Bundle
 
 LENGTHS = (1, 63, 64, 65, 130)  # one token; around one chunk; into the third
@@ -97,7 +97,7 @@ def verify(
     with contextlib.ExitStack() as stack:
         own = None
         if checkpoint is not None:
-            from edgelin.export.verify_manifest import check_contract, check_same_model
+            from edgelin.export.verify.manifest import check_contract, check_same_model
 
             own = stack.enter_context(exported(checkpoint, bundle))
             check_same_model(manifest, own, checkpoint)
@@ -197,7 +197,7 @@ class _Own:
 
     def _recurrence(self, rounded: dict[str, Array] | None) -> Record:
         """The truth, of the model or of one with rounded weights."""
-        from edgelin.export.verify_torch import TorchForm
+        from edgelin.export.verify.torch_forms import TorchForm
 
         form = TorchForm(self._checkpoint, sequential=True, weights=rounded)
         return replay(form, self._steps, self._state, size=1)
@@ -214,8 +214,8 @@ class _Own:
         truth, rounded, limit = self._truth, None, self._limit
         found: list[Comparison] = []
         if bits(bundle) is not None:
-            from edgelin.export.verify_activations import float_forms, rounding_noise
-            from edgelin.export.verify_weights import rounded_weights
+            from edgelin.export.verify.activations import float_forms, rounding_noise
+            from edgelin.export.verify.weights import rounded_weights
 
             progress(f"{bundle.variant}: recurrence with its rounded weights, in float64")
             graph = bundle.path / bundle.manifest.variants[bundle.variant].file
@@ -233,7 +233,7 @@ class _Own:
         """With limits that float32 can meet, if it was that which missed them."""
         if self._is_strict or all(comparison.passed for comparison in found):
             return found
-        from edgelin.export.verify_torch import float32_noise
+        from edgelin.export.verify.torch_forms import float32_noise
 
         noise = float32_noise(self._checkpoint, self._steps, self._state, truth, rounded)
         more = allowed(self._limit, noise) - self._limit
@@ -260,7 +260,7 @@ def _check_files(manifest: Manifest, bundle: Path) -> None:
 def _checked_weights(manifest: Manifest, bundle: Path, checkpoint: Path) -> dict[str, Array]:
     """The checkpoint's parameters; a variant that holds other ones is refused."""
     from edgelin.export.quantise.gptq import MOST_CODES
-    from edgelin.export.verify_weights import (
+    from edgelin.export.verify.weights import (
         check_formats,
         check_weights,
         computed_constants,
@@ -282,7 +282,7 @@ def _torch_forms(
     checkpoint: Path, steps: Array, state: State, truth: Record, tolerance: float
 ) -> list[Comparison]:
     """The parallel form beside the truth, also in a call of rows of different lengths."""
-    from edgelin.export.verify_torch import TorchForm
+    from edgelin.export.verify.torch_forms import TorchForm
 
     parallel = TorchForm(checkpoint, sequential=False)
     differences = []
@@ -395,6 +395,6 @@ def _float_form(opened: dict[str, Bundle], checkpoint: Path | None) -> tuple[For
             return OnnxForm(bundle, 1), name
     if checkpoint is None:
         return None, ""
-    from edgelin.export.verify_torch import TorchForm
+    from edgelin.export.verify.torch_forms import TorchForm
 
     return TorchForm(checkpoint, sequential=False), "the float model in torch"
