@@ -19,12 +19,13 @@ from edgelin import checkpoint, tokenizer
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.export import bundle as bundles
-from edgelin.export import golden, verify
+from edgelin.export import golden
 from edgelin.export import report as reports
 from edgelin.export.activations import float_activations, round_activations
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.quantise.nodes import quantise
 from edgelin.export.trace import trace
+from edgelin.export.verify import compare as verifying
 from edgelin.export.verify.report import Comparison
 from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import Manifest, Variant, file_records
@@ -213,7 +214,7 @@ def verified(
         records = file_records(out, old.files)
         manifest.variants["model_q8"] = Variant(old.file, records, old.quantisation)
         manifest.write(out)
-        return verify.verify(out, folder).comparisons
+        return verifying.verify(out, folder).comparisons
 
     return run
 

@@ -15,12 +15,13 @@ from onnx_ir import Value
 from edgelin import checkpoint, tokenizer
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
-from edgelin.export import notices, passes, profiles, verify
+from edgelin.export import notices, passes, profiles
 from edgelin.export.bundle import export_checkpoint
 from edgelin.export.profiles import PROFILES
 from edgelin.export.quantise.nodes import quantise
 from edgelin.export.quantise.recipe import RECIPES, Recipe
 from edgelin.export.trace import trace
+from edgelin.export.verify import compare as verifying
 from edgelin.export.verify.weights import check_weights, read_weights, rounded_weights
 from edgelin.model import SequenceModel
 from edgelin.runtimes.manifest import Manifest
@@ -78,7 +79,7 @@ def test_bundles_are_the_checkpoint(
     out = tmp_path / "bundle"
     export_checkpoint(saved, out, quantise=variants, profile=profile)
     assert Manifest.read(out).min_onnxruntime == "1.31.0"
-    verify.verify(out, saved)
+    verifying.verify(out, saved)
     for bits in (int(name.removeprefix("int")) for name in variants if name != "none"):
         graph = ir.load(out / "onnx" / f"model_q{bits}.onnx")
         (node,) = (node for node in graph.graph if node.op_type == "QMoE")
@@ -99,7 +100,7 @@ def test_bundles_of_experts_without_a_gate_are_the_checkpoint(tmp_path: Path) ->
     """Their kernel has a gate, which reads the same rows: the file has them twice."""
     saved, out = save(tmp_path / "m", gated=False, latent_size=64), tmp_path / "bundle"
     export_checkpoint(saved, out, quantise=("none", "int4"))
-    verify.verify(out, saved)
+    verifying.verify(out, saved)
     path, up = out / "onnx" / "model_q4.onnx", GATE_UP.replace("gate_up", "up")
     graph, weights = ir.load(path), read_weights(saved)
     (node,) = (node for node in graph.graph if node.op_type == "QMoE")

@@ -12,8 +12,9 @@ import onnx_ir as ir
 import pytest
 
 from edgelin.errors import EdgelinError
-from edgelin.export import store, verify
+from edgelin.export import store
 from edgelin.export.bundle import export_checkpoint
+from edgelin.export.verify import compare as verifying
 from edgelin.export.verify.weights import check_weights, computed_constants, read_weights
 from edgelin.runtimes import load
 from edgelin.runtimes.manifest import Manifest, Variant, file_records
@@ -105,7 +106,7 @@ def test_other_weights_are_named(
     copy = _edited(bundle, tmp_path / "copy", variant, name, edit)
     parameter = name.partition("weight")[0] + "weight"
     with pytest.raises(EdgelinError, match=f"not the checkpoint's weights: {parameter};"):
-        verify.verify(copy, small_checkpoint)
+        verifying.verify(copy, small_checkpoint)
 
 
 @pytest.mark.parametrize("parameter", ["A_log", "conv_weight"])
@@ -147,8 +148,8 @@ def test_what_is_not_finite_is_named(bundle: Path, tmp_path: Path) -> None:
 
     copy = _edited(bundle, tmp_path / "copy", "model", EMBEDDING, spoil)
     with pytest.raises(EdgelinError, match=r"not finite|off by inf"):
-        verify.verify(copy)
+        verifying.verify(copy)
     opened = load(copy, variant="model")
     with pytest.raises(EdgelinError, match=r"copy model: .* is not finite"):
-        verify._qualities({"model": opened, "model_q8": load(copy, variant="model_q8")}, None, None,
+        verifying._qualities({"model": opened, "model_q8": load(copy, variant="model_q8")}, None, None,
                           verify.Verification("", None))  # fmt: skip
