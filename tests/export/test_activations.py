@@ -200,7 +200,7 @@ def verified(
 ) -> Callable[..., list[Comparison]]:
     """The comparisons of an int8 bundle, whose graph was edited, with its checkpoint."""
     monkeypatch.setattr(bundles, "trace", lambda model, **options: traced.clone())
-    monkeypatch.setattr(verify, "_qualities", lambda *args: None)
+    monkeypatch.setattr(verifying, "_qualities", lambda *args: None)
 
     def run(edit: Callable[[onnx.ModelProto], object] = lambda graph: None) -> list[Comparison]:
         out = tmp_path / "out"
@@ -246,7 +246,7 @@ def test_verify_where_float32_misses_the_limit(
     verified: Callable[..., list[Comparison]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of deeper models: what float32 does is allowed, and a fault is still none of that."""
-    monkeypatch.setattr(verify, "TOLERANCE", 1e-6)
+    monkeypatch.setattr(verifying, "TOLERANCE", 1e-6)
     found = {comparison.form: comparison for comparison in verified()}
     for form in ("parallel (chunked)", "parallel (chunked), ragged", *FLOAT):
         assert found[form].worst.error > 1e-6

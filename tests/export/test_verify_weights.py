@@ -151,5 +151,7 @@ def test_what_is_not_finite_is_named(bundle: Path, tmp_path: Path) -> None:
         verifying.verify(copy)
     opened = load(copy, variant="model")
     with pytest.raises(EdgelinError, match=r"copy model: .* is not finite"):
-        verifying._qualities({"model": opened, "model_q8": load(copy, variant="model_q8")}, None, None,
-                          verify.Verification("", None))  # fmt: skip
+        verifying._qualities(
+            {"model": opened, "model_q8": load(copy, variant="model_q8")}, None, None,
+            verifying.Verification("", None),
+        )  # fmt: skip
