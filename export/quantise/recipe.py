@@ -258,7 +258,8 @@ def read_roles(given: Iterable[str]) -> dict[str, int]:
     """Values of ``--role``, such as ``head=int8``, as role to bits.
 
     Raises:
-        EdgelinError: There is no such role, it is always float, or the bits are none.
+        EdgelinError: There is no such role, it is always float, it has bits already, or the bits
+            are none.
     """
     roles: dict[str, int] = {}
     for text in given:
@@ -273,6 +274,8 @@ def read_roles(given: Iterable[str]) -> dict[str, int]:
                 f"--role is {text!r}; give ROLE=BITS with one of {', '.join(known)} and one of "
                 f"{', '.join(_BITS)}"
             )
+        if roles.get(role, _BITS[bits]) != _BITS[bits]:
+            raise EdgelinError(f"--role gives {role} bits twice; keep one of them")
         if role in known:
             roles[role] = _BITS[bits]
     return roles

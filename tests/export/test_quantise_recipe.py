@@ -109,6 +109,7 @@ def test_narrow_models_share_scales_among_few(width: int, size: int) -> None:
         (("int4",), ("head=int5",), "--role is 'head=int5'"),
         (("int4",), ("head",), "--role is 'head'"),
         (("int4",), ("conv=int8",), "--role conv=int8: .* always float; leave it out"),
+        (("int4",), ("head=int4", "head=int8"), "--role gives head bits twice; keep one of them"),
         (("none",), ("head=int4",), "are about rounded weights; give --quantize int4"),
     ],
 )
