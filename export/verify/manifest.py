@@ -7,6 +7,7 @@ parts that belong to different models.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from edgelin import checkpoint as checkpoints
@@ -16,6 +17,7 @@ from edgelin.export.profiles import find
 from edgelin.export.step_form import load
 from edgelin.export.target import COPIED
 from edgelin.runtimes.manifest import Manifest
+from edgelin.runtimes.tokenizer_record import TokenizerRecord
 
 _KEYS = ("input", "output", "states", "tokenizer", "opset", "max_time")
 
@@ -29,6 +31,13 @@ def check_same_model(manifest: Manifest, checkpoint: Path, given: Path) -> None:
             f"{given} is another model ({found[:12]}) than the bundle's "
             f"({manifest.model_hash[:12]}); give the checkpoint that was exported"
         )
+
+
+def _told(part: object) -> object:
+    """A part as it counts: the ids that end a text are a set, in which the manifest repeats one."""
+    if isinstance(part, TokenizerRecord):
+        return dataclasses.replace(part, eos_token_ids=tuple(sorted(part.ends)))
+    return part
 
 
 def check_contract(manifest: Manifest, bundle: Path, checkpoint: Path, given: Path) -> None:
@@ -52,7 +61,7 @@ def check_contract(manifest: Manifest, bundle: Path, checkpoint: Path, given: Pa
         lengths=manifest.lengths is not None,
     )
     for key in _KEYS:
-        if getattr(manifest, key) != getattr(wanted, key):
+        if _told(getattr(manifest, key)) != _told(getattr(wanted, key)):
             raise EdgelinError(
                 f"{bundle / 'edgelin.json'}: {key} is not that of {given}; "
                 "export the checkpoint again"

@@ -20,7 +20,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "mixers")]
 
 from loops import CASES  # noqa: E402 (tests are no package)
-from test_mixers import arguments, build, run, shared_with  # noqa: E402
+from test_gpu_mixers import arguments, build, run, shared_with  # noqa: E402
 
 __all__ = ["arguments", "build", "sampled", "shared_with"]  # what the replay takes from here
 VALUES = 200  # of a tensor
