@@ -291,13 +291,15 @@ def test_states_that_grow_and_sizes_that_make_no_sense_are_refused(bundle: Bundl
 
 def test_threads_take_turns(tiny: Any, pool: Pool) -> None:
     read: dict[int, list[int]] = {}
+    last = threading.Lock()  # of the fifth slot, beside one for each thread
 
     def talk(seed: int) -> None:
         slot = pool.add()
         read[slot] = _ids(tiny, 30, seed)
         for start in range(0, 30, 3):
             pool.feed({slot: read[slot][start : start + 3]})
-        pool.remove(pool.add())
+        with last:
+            pool.remove(pool.add())
 
     threads = [threading.Thread(target=talk, args=(seed,)) for seed in range(4)]
     for thread in threads:
