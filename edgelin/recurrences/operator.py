@@ -141,10 +141,8 @@ class Operator:
             torch.zeros_like(inputs[i]) if up is None else up
             for up, i in zip(grads, self.like, strict=False)
         ]
-        given, kept = (
-            (*inputs[: self.required], *ups, *inputs[self.required :]),
-            [*saved[self.tensors :]],
-        )
+        given = (*inputs[: self.required], *ups, *inputs[self.required :])
+        kept = list(saved[self.tensors :])
         if transforms.are_active():
             found = self.transformed_backward.apply(*given, *kept)
         else:

@@ -99,6 +99,8 @@ def linear(
         raise ValueError("floor is given without a normalizer, need both or none")
     packed.refuse_both(cu_seqlens, lengths)
     k, g = masked(k, lengths), None if g is None else masked(g, lengths)
+    if normalizer is not None and cu_seqlens is None and _takes_column(q, k, v, g):
+        return _normalized(q, k, v, g, state, normalizer, floor, scale, eps)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
@@ -106,9 +108,6 @@ def linear(
         o, after = _linear(q, k, v, g, state, scale, bonus is not None)
         return o, after
 
-    if normalizer is not None and cu_seqlens is None and _takes_column(q, k, v, g):
-        outputs = _normalized(q, k, v, g, state, normalizer, floor, scale, eps)
-        return outputs
     recur = partial(_within_widths, run)
     if cu_seqlens is not None:
         recur = partial(_packed, recur, cu_seqlens)
