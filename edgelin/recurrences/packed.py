@@ -119,7 +119,7 @@ def run_all(
     """
     refuse_both(cu_seqlens, lengths)
     given = [x for x in steps if x is not None]
-    ends, device = _checked(cu_seqlens, given, states), given[0].device
+    ends, device = ends_of(cu_seqlens, given, states), given[0].device
     plan = _plan(ends, device, GROUP.get(device.type, GROUP["cuda"]))
     batches = [[None] * len(plan.sizes) if x is None else _batches(x, plan) for x in steps]
     rows = [size[0] for size in plan.sizes] + [plan.empty] * (plan.empty > 0)
@@ -152,7 +152,7 @@ def refuse_both(cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
         raise ValueError("cu_seqlens and lengths are both given, need one of them or none")
 
 
-def _checked(cu_seqlens: Tensor, steps: list[Tensor], states: list[Tensor]) -> tuple[int, ...]:
+def ends_of(cu_seqlens: Tensor, steps: list[Tensor], states: list[Tensor]) -> tuple[int, ...]:
     """The ends as numbers; ValueError where they can't be."""
     kind, shape = cu_seqlens.dtype, tuple(cu_seqlens.shape)
     if kind not in (torch.int32, torch.int64) or len(shape) != 1 or shape[0] < 2:
