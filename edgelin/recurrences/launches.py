@@ -44,9 +44,9 @@ asked: set[str] = set()  # names of kernels that were chosen for: what a measure
 _forget: list[Callable[[], None]] = []
 
 
-def planned(work: Callable[P, R]) -> Callable[P, R]:
-    """Keep what a function of shapes works out; of thousands, those used last."""
-    kept = functools.lru_cache(maxsize=4096)(work)
+def planned(work: Callable[P, R], most: int = 4096) -> Callable[P, R]:
+    """Keep what a function of shapes works out; of more than ``most``, those used last."""
+    kept = functools.lru_cache(maxsize=most)(work)
     _forget.append(kept.cache_clear)
     return kept  # type: ignore[return-value]
 
@@ -94,31 +94,35 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], *numbers: int | float, **constants: Any
     ) -> None:
-        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.full_grid = (*grid, 1, 1)[:3]
         self.compiled: dict[int, Compiled] = {}
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Start the programs."""
-        device = tensors[0].get_device()
+    def __call__(self, *tensors: Tensor, programs: int | None = None) -> None:
+        """Start the programs, of the grid or with ``programs`` for its first number."""
+        device, grid = tensors[0].get_device(), self.full_grid
+        if programs is not None:
+            grid = (programs, *grid[1:])
         compiled = self.compiled.get(device)
         if compiled is None or not _fit(tensors, compiled.dtypes):
-            self._through_triton(device, tensors)
+            self._through_triton(device, grid, tensors)
             return
         _, kernel, rest = compiled
         hooks, stream_of = _runtime()
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", True) or getattr(leave, "calls", True):
-            kernel[self.full_grid](*tensors, *rest)  # somebody watches, such as Triton's profiler
+            kernel[grid](*tensors, *rest)  # somebody watches, such as Triton's profiler
             return
         kernel.run(
-            *self.full_grid, stream_of(device), kernel.function, kernel.packed_metadata,
+            *grid, stream_of(device), kernel.function, kernel.packed_metadata,
             None, None, None, *tensors, *rest,
         )  # fmt: skip
 
-    def _through_triton(self, device: int, tensors: tuple[Tensor, ...]) -> None:
+    def _through_triton(
+        self, device: int, grid: tuple[int, ...], tensors: tuple[Tensor, ...]
+    ) -> None:
         """Start them and keep what was compiled, nothing when kernels are interpreted."""
-        kernel = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+        kernel = self.kernel[grid](*tensors, *self.numbers, **self.constants)
         if kernel is None:
             return
         dtypes = [x.dtype for x in tensors]

@@ -72,9 +72,18 @@ def test_the_second_launch_is_what_the_first_compiled() -> None:
     launch(x, torch.empty(8))
     constants = {"HAS_G": False, "BLOCK": 32, "num_warps": 4}
     assert kernel.calls == [
-        ("triton", ((4, 2), (65, 0.5), constants)),
+        ("triton", ((4, 2, 1), (65, 0.5), constants)),
         ("kept", ((4, 2, 1), (65, 0.5, 32, False))),
     ]
+
+
+def test_the_first_number_of_programs_may_change() -> None:
+    kernel, x = Kernel(), torch.empty(64)
+    launch = new(kernel)
+    for programs in (5, 6, None):
+        launch(x, x, programs=programs)
+    grids = [(how, what[0]) for how, what in kernel.calls]
+    assert grids == [("triton", (5, 2, 1)), ("kept", (6, 2, 1)), ("kept", (4, 2, 1))]
 
 
 def test_hooks_see_launches(hooks: SimpleNamespace) -> None:
