@@ -3,10 +3,11 @@
     python benchmarks/gpu/compile.py --only gla,kda
 
 No GPU is needed: the launches of a forward and a backward of 8 x 4,096 tokens are recorded with
-tensors that have no data. A line is a kernel: registers a thread, bytes of the stack frame (where
-spilled registers go) and the instructions that move them, shared memory a block, and how many
-instructions multiply matrices on tensor cores (wgmma: by a warp group; mma: by a warp). Compiled
-kernels stay in Triton's cache, for this machine only.
+tensors that have no data, or with ``--shape packed`` those of sequences of 64 to 4,096 tokens. A
+line is a kernel: registers a thread, bytes of the stack frame (where spilled registers go) and the
+instructions that move them, shared memory a block, and how many instructions multiply matrices on
+tensor cores (wgmma: by a warp group; mma: by a warp). Compiled kernels stay in Triton's cache, for
+this machine only.
 
 What counts is the Triton version of the training machine; another one is put before PYTHONPATH.
 """
@@ -20,21 +21,24 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from cases import CASES, Sizes
+from kernels import sizes
 from results import selected
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from edgelin.recurrences import delta, diagonal, dplr, linear
+from edgelin.recurrences import delta, diagonal, dplr, linear, packed
 from edgelin.recurrences.operator import Operator
 
-OPERATORS = [linear._linear, linear._normalized, delta._delta, dplr._dplr, diagonal._diagonal]
+OPERATORS = [linear._linear, linear._normalized, delta._delta, delta.packed_rows.run, dplr._dplr,
+             diagonal._diagonal]  # fmt: skip
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BLOCKS = ("BX", "BY", "BT", "BK", "BV", "BN", "BD", "BLOCK", "S", "MODE")
@@ -84,6 +88,9 @@ def record(show: Callable[[JITFunction[Any], Any, float], None]) -> None:
     for operator in OPERATORS:  # else a tensor without data only asks for shapes
         operator.op.register_fake(_both(operator))
     JITFunction.run = compile_only  # type: ignore[method-assign, assignment]
+    stream = SimpleNamespace(cuda_stream=0)
+    torch.cuda.current_stream = lambda device: stream  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign, assignment]
     torch.cuda._exchange_device = lambda index: 0  # type: ignore[assignment]
     torch.cuda._maybe_exchange_device = lambda index: 0  # type: ignore[assignment]
     driver.set_active(Target())  # type: ignore[arg-type]
@@ -112,6 +119,7 @@ def _both(operator: Operator) -> Callable[..., tuple[torch.Tensor, ...]]:
 def launches(name: str, sizes: Sizes) -> None:
     """Forward and backward of a case, with tensors that have no data."""
     case = CASES[name]
+    packed.ends_of = lambda *_: sizes.ends  # type: ignore[assignment]  # nobody can read them
     with FakeTensorMode(), torch.no_grad():
         made = case.inputs("ours", sizes, "cpu", states=True)
         case.calls["ours"]({n: torch.empty_like(x, device="cuda") for n, x in made.items()})
@@ -138,9 +146,8 @@ def main() -> None:
     """Compile the kernels of the chosen cases and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", default="", help="beginnings of names of cases, with commas")
-    parser.add_argument("--shape", default="8x4096", help="rows x tokens")
+    parser.add_argument("--shape", default="8x4096", help="rows x tokens, or packed")
     options = parser.parse_args()
-    batch, time_ = map(int, options.shape.split("x"))
     print(f"{'case':15}{'kernel':22}{'blocks':38}{'warps':>6}{'stages':>7}{'regs':>5}{'stack':>6}"
           f"{'spills':>7}{'shared':>7}{'wgmma':>6}{'mma':>5}{'s':>6}")  # fmt: skip
 
@@ -156,9 +163,8 @@ def main() -> None:
 
     record(show)
     for name in selected(options.only, [n for n, case in CASES.items() if "ours" in case.calls]):
-        case = CASES[name]
         try:
-            launches(name, Sizes(batch, time_, case.heads, case.key, case.value))
+            launches(name, sizes(name, options.shape))
         except RuntimeError as error:  # PyTorch without CUDA refuses some views
             print(f"{name:15}the rest was not recorded: {str(error).splitlines()[0]}")
 

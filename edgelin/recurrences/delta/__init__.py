@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from edgelin.recurrences import packed, widths
 from edgelin.recurrences.arguments import Arguments
-from edgelin.recurrences.delta import chunked
+from edgelin.recurrences.delta import chunked, packed_rows
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.operator import Operator
@@ -76,6 +77,9 @@ def delta(
     _ARGUMENTS.check(cu_seqlens, v=v, q=q, k=k, beta=beta, g=g, state=state, lengths=lengths)
     if not is_exporting() and v.shape[2] % k.shape[2]:
         raise ValueError(f"v has H = {v.shape[2]} heads, need a multiple of G = {k.shape[2]} of k")
+    if cu_seqlens is not None and v.is_cuda and not _by_key(g):
+        packed.refuse_both(cu_seqlens, lengths)
+        return _packed(q, k, v, beta, g, state, scale, cu_seqlens)
     if cu_seqlens is not None:
 
         def call(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -109,6 +113,33 @@ def by_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _by_key(g: Tensor | None) -> TypeGuard[Tensor]:
     """Whether every key has a decay of its own."""
     return g is not None and g.dim() == 4
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Kernels that read packed rows."""
+    steps = [x for x in (q, k, v, beta, g) if x is not None]
+    ends = packed.ends_of(cu_seqlens, steps, [state])
+    q, k = by_value_head(q, k, v)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        o, last = packed_rows.run(q, k, v, beta, g, state, scale, ends)
+        return o, last
+
+    return widths.run_fitting(run, q, k, v, g, state)
+
+
+_packed = torch.compiler.disable(_packed, reason="Python reads the lengths of packed sequences")
 
 
 def _forward(

@@ -26,21 +26,19 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK, MIN_LOG_DECAY
+from edgelin.recurrences.delta.kernel_chunks import (
+    C,
+    chunk_rows,
+    chunks_of,
+    own_chunk,
+    own_sequence,
+)
 from edgelin.recurrences.delta.kernel_inverse import unit_lower_inverse
 from edgelin.recurrences.launches import Choice, Launch, cdiv, choose, planned, power_of_2
 
-C = tl.constexpr(CHUNK)
 FLOOR = tl.constexpr(MIN_LOG_DECAY)
 WARPS = ("num_warps", "num_stages")
 Sizes = tuple[int, int, int, int, int]  # B, T, H, K, V
-
-
-@triton.jit
-def chunk_rows(bh, n, T, H):
-    """Rows `[64]` of chunk ``n`` in a `[B * T * H, ...]` tensor, and which of them exist."""
-    token = n * C + tl.arange(0, C)
-    row = ((bh // H).to(tl.int64) * T + token) * H + bh % H
-    return row, token < T
 
 
 @triton.jit
@@ -101,23 +99,22 @@ def factor(values, row, valid, HAS_G: tl.constexpr):
 
 
 @triton.jit
-def total_decay(prefix, bh, n, T, H, HAS_G: tl.constexpr):
+def total_decay(prefix, bh, first, end, T, H, HAS_G: tl.constexpr):
     """Decay over the whole chunk: the prefix of its last token."""
     if HAS_G:
-        last = tl.minimum(n * C + C, T) - 1
+        last = tl.minimum(first + C, end) - 1
         return tl.load(prefix + ((bh // H).to(tl.int64) * T + last) * H + bh % H)
     else:
         return 1.0
 
 
 @triton.jit(do_not_specialize=["T"])
-def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
+def invert_kernel(k, beta, g, inverse, prefix, suffix, spans, T, H,
                   K: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr, WIDE: tl.constexpr,
-                  INVERSE: tl.constexpr):  # fmt: skip
+                  INVERSE: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """X - I of one chunk by masked block recursion, and its decay factors."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n, T, H)
+    bh, first, end = own_chunk(spans, T, H, PACKED)
+    row, valid = chunk_rows(bh, first, end, T, H)
     gram = tl.zeros([C, C], dtype=tl.float32)
     for start in range(0, K, BK):
         keys = tile(k, row, valid, start, K, BK)
@@ -132,25 +129,25 @@ def invert_kernel(k, beta, g, inverse, prefix, suffix, T, H,
     put_tile(inverse, tl.where(i == j, 0.0, x), row, valid, 0, C, C)
     if HAS_G:
         # summed from the end: the last token of a chunk loses nothing
-        later = valid & (tl.arange(0, C) < C - 1) & (n * C + tl.arange(0, C) + 1 < T)
+        later = valid & (tl.arange(0, C) < C - 1) & (first + tl.arange(0, C) + 1 < end)
         steps = tl.maximum(tl.load(g + row + H, mask=later, other=0.0).to(tl.float32), FLOOR)
         tl.store(prefix + row, tl.exp(sums.to(tl.float32)), mask=valid)
         tl.store(suffix + row, tl.exp(tl.cumsum(steps, axis=0, reverse=True)), mask=valid)
 
 
 @triton.jit(do_not_specialize=["T"])
-def states_kernel(k, v, beta, inverse, prefix, suffix, state, states, writes, final, T, H,
+def states_kernel(k, v, beta, inverse, prefix, suffix, state, states, writes, final, order, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  HAS_G: tl.constexpr):  # fmt: skip
+                  HAS_G: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Pass a block of state columns through all chunks; keep each chunk's state and writes."""
-    bh = tl.program_id(0)
+    index, bh, chunks, number, begin, end = own_sequence(order, T, H, PACKED)
     v_start = tl.program_id(1) * BV
-    chunks = tl.cdiv(T, C)
-    cells, inside = state_cells(bh, 0, v_start, K, V, BK, BV)
+    cells, inside = state_cells(index, 0, v_start, K, V, BK, BV)
     current = tl.load(state + cells, mask=inside, other=0.0).to(tl.float32)
     for n in range(0, chunks):
-        row, valid = chunk_rows(bh, n, T, H)
-        kept, inside = state_cells(bh.to(tl.int64) * chunks + n, 0, v_start, K, V, BK, BV)
+        first = begin + n * C
+        row, valid = chunk_rows(bh, first, end, T, H)
+        kept, inside = state_cells(number + n, 0, v_start, K, V, BK, BV)
         read = current.to(v.dtype.element_ty)
         tl.store(states + kept, read, mask=inside)
         keys = tile(k, row, valid, 0, K, BK)
@@ -163,20 +160,19 @@ def states_kernel(k, v, beta, inverse, prefix, suffix, state, states, writes, fi
         new = tl.dot(x, values.to(x.dtype), values, input_precision="ieee")
         put_tile(writes, new, row, valid, v_start, V, BV)
         new = (factor(suffix, row, valid, HAS_G)[:, None] * new).to(keys.dtype)
-        current *= total_decay(prefix, bh, n, T, H, HAS_G)
+        current *= total_decay(prefix, bh, first, end, T, H, HAS_G)
         current = tl.dot(tl.trans(keys), new, current, input_precision="ieee")
     tl.store(final + cells, current, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
-def output_kernel(q, k, g, states, writes, o, scale, T, H,
+def output_kernel(q, k, g, states, writes, o, spans, scale, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  HAS_G: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                  HAS_G: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Outputs of one chunk, one block of value columns."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    bh, first, end = own_chunk(spans, T, H, PACKED)
     v_start = tl.program_id(1) * BV
-    row, valid = chunk_rows(bh, n, T, H)
+    row, valid = chunk_rows(bh, first, end, T, H)
     scores = tl.zeros([C, C], dtype=tl.float32)
     out = tl.zeros([C, BV], dtype=tl.float32)
     for start in range(0, K, BK):
@@ -195,20 +191,21 @@ def output_kernel(q, k, g, states, writes, o, scale, T, H,
 
 
 class Shape(NamedTuple):
-    """What launches depend on."""
+    """What launches depend on. Packed rows are as a batch of as many chunks."""
 
-    batch: int
-    time: int
+    batch: int  # packed: rows that its sequences would fill
+    time: int  # packed: 64 x all chunks
     heads: int
     key: int
     value: int
     has_g: bool
     full: bool  # float32, not bfloat16
     on_gpu: bool
+    sequences: int  # packed; 0: a batch
 
 
 class Inputs(NamedTuple):
-    """Contiguous inputs, q, k and v in one dtype, g replaced by beta where there is none."""
+    """Contiguous inputs, q, k and v in one dtype; beta stands for what is not there."""
 
     q: Tensor
     k: Tensor
@@ -216,19 +213,27 @@ class Inputs(NamedTuple):
     beta: Tensor
     g: Tensor
     state: Tensor
+    spans: Tensor  # tables of packed rows
+    order: Tensor
     shape: Shape
 
     @classmethod
     def prepare(
-        cls, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor
-    ) -> Inputs:
+        cls, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor,
+        ends: tuple[int, ...] | None = None,
+    ) -> Inputs:  # fmt: skip
         """Bring the arguments of the op into the form that the kernels take."""
         full = v.dtype == torch.float32
         (batch, time, heads, value), key = v.shape, k.shape[3]
-        shape = Shape(batch, time, heads, key, value, g is not None, full, v.is_cuda)
         q, k = q.to(v.dtype).contiguous(), k.to(v.dtype).contiguous()
         v, beta, state = v.contiguous(), beta.contiguous(), state.contiguous()
-        return cls(q, k, v, beta, beta if g is None else g.contiguous(), state, shape)
+        sequences, spans, order = 0, beta, beta
+        if ends is not None:
+            sequences, chunks, batch, spans, order = chunks_of(ends, v.device)
+            time = CHUNK * chunks
+        shape = Shape(batch, time, heads, key, value, g is not None, full, v.is_cuda, sequences)
+        g = beta if g is None else g.contiguous()
+        return cls(q, k, v, beta, g, state, spans, order, shape)
 
 
 def choice(kernel: str, shape: Shape) -> Choice:
@@ -259,20 +264,23 @@ def choice(kernel: str, shape: Shape) -> Choice:
 
 
 def launch_of(
-    kernel: Any, name: str, sizes: Sizes, constants: dict[str, Any], *scale: float
+    kernel: Any, name: str, sizes: Sizes, sequences: int, constants: dict[str, Any], *scale: float
 ) -> Launch:
     """A launch of a kernel over chunks, blocks of value columns or both, as its name asks for.
 
-    ``constants`` holds what kernels of one kind need together; each takes its own.
+    ``constants`` holds what kernels of one kind need together; each takes its own. Where there are
+    ``sequences``, they are packed into one row.
     """
     batch, time, heads, key, value = sizes
-    rows, chunks, blocks = batch * heads, cdiv(time, CHUNK), cdiv(value, constants["BV"])
-    grid: tuple[int, ...] = (rows * chunks,)
+    if sequences:
+        batch = 1
+    chunks, blocks = batch * heads * cdiv(time, CHUNK), cdiv(value, constants["BV"])
+    grid: tuple[int, ...] = (chunks,)
     if name in ("states", "reverse"):
-        grid = (rows, blocks)
+        grid = ((sequences or batch) * heads, blocks)
     elif name in ("output", "local"):
-        grid = (rows * chunks, blocks)
-    constants = {"K": key, "V": value, **constants}
+        grid = (chunks, blocks)
+    constants = {"K": key, "V": value, "PACKED": sequences > 0, **constants}
     own = {n: x for n, x in constants.items() if n in (*kernel.arg_names, *WARPS)}
     return Launch(kernel, grid, *scale, time, heads, **own)
 
@@ -286,7 +294,8 @@ def plan(kernel: Any, name: str, shape: Shape, *scale: float) -> Launch:
         # three products of bfloat16 parts are exact enough beside bfloat16 inputs
         "INVERSE": "ieee" if shape.full or not shape.on_gpu else "bf16x3",
     }
-    return launch_of(kernel, name, shape[:5], {**constants, **choice(name, shape)}, *scale)
+    constants |= choice(name, shape)
+    return launch_of(kernel, name, shape[:5], shape.sequences, constants, *scale)
 
 
 @planned
@@ -305,7 +314,7 @@ def _output(shape: Shape, scale: float) -> Launch:
 
 
 class Carried(NamedTuple):
-    """What the chunks compute before the outputs."""
+    """What the chunks compute before the outputs; N chunks a row, packed of all sequences."""
 
     inverse: Tensor  # X - I [B, T, H, 64], row of the token
     prefix: Tensor  # e^G [B, T, H]
@@ -316,14 +325,14 @@ class Carried(NamedTuple):
 
 def allocate(x: Inputs) -> Carried:
     """Memory for it."""
-    batch, time, heads, key, value = x.shape[:5]
+    batch, time, heads, value = x.v.shape
     # without decay nobody reads the factors
     factors = (batch, time, heads) if x.shape.has_g else (1,)
     return Carried(
         inverse=x.v.new_empty((batch, time, heads, CHUNK)),
         prefix=x.v.new_empty(factors, dtype=torch.float32),
         suffix=x.v.new_empty(factors, dtype=torch.float32),
-        states=x.v.new_empty((batch, heads, cdiv(time, CHUNK), key, value)),
+        states=x.v.new_empty((batch, heads, cdiv(x.shape.time, CHUNK), x.shape.key, value)),
         writes=torch.empty_like(x.v),
     )
 
@@ -332,8 +341,8 @@ def carry(x: Inputs) -> tuple[Carried, Tensor]:
     """Run the first two kernels; also the last state `[B, H, K, V]`."""
     made, final = allocate(x), torch.empty_like(x.state)
     factors = (made.inverse, made.prefix, made.suffix)
-    _invert(x.shape)(x.k, x.beta, x.g, *factors)
-    _states(x.shape)(x.k, x.v, x.beta, *factors, x.state, made.states, made.writes, final)
+    _invert(x.shape)(x.k, x.beta, x.g, *factors, x.spans)
+    _states(x.shape)(x.k, x.v, x.beta, *factors, x.state, made.states, made.writes, final, x.order)
     return made, final
 
 
@@ -345,13 +354,15 @@ def forward(
     g: Tensor | None,
     state: Tensor,
     scale: float,
+    ends: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Carried]:
     """Outputs `[B, T, H, V]`, the new state `[B, H, K, V]` and what the backward pass goes on from.
 
-    Values are float32 or bfloat16.
+    Values are float32 or bfloat16. ``ends``: where sequences packed into the only row end, 0 first;
+    each has a state.
     """
-    x = Inputs.prepare(q, k, v, beta, g, state)
+    x = Inputs.prepare(q, k, v, beta, g, state, ends)
     carried, final = carry(x)
     o = torch.empty_like(x.v)
-    _output(x.shape, scale)(x.q, x.k, x.g, carried.states, carried.writes, o)
+    _output(x.shape, scale)(x.q, x.k, x.g, carried.states, carried.writes, o, x.spans)
     return o, final, carried

@@ -28,12 +28,10 @@ from torch import Tensor
 
 from edgelin.recurrences.delta.kernel import (
     FLOOR,
-    C,
     Carried,
     Inputs,
     Shape,
     carry,
-    chunk_rows,
     decay_matrix,
     decay_sums,
     factor,
@@ -43,18 +41,18 @@ from edgelin.recurrences.delta.kernel import (
     tile,
     total_decay,
 )
+from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows, own_chunk, own_sequence
 from edgelin.recurrences.launches import Launch, planned
 
 
 @triton.jit(do_not_specialize=["T"])
-def local_kernel(q, k, g, do, du, scale, T, H,
+def local_kernel(q, k, g, do, du, spans, scale, T, H,
                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                 HAS_G: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                 HAS_G: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Gradient of the writes through the outputs of their own chunk."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    bh, first, end = own_chunk(spans, T, H, PACKED)
     v_start = tl.program_id(1) * BV
-    row, valid = chunk_rows(bh, n, T, H)
+    row, valid = chunk_rows(bh, first, end, T, H)
     scores = tl.zeros([C, C], dtype=tl.float32)
     for start in range(0, K, BK):
         queries = tile(q, row, valid, start, K, BK)
@@ -72,19 +70,19 @@ def local_kernel(q, k, g, do, du, scale, T, H,
 
 @triton.jit(do_not_specialize=["T"])
 def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates, dr, dstate,
-                   scale, T, H,
+                   order, scale, T, H,
                    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                   HAS_G: tl.constexpr):  # fmt: skip
+                   HAS_G: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Pass the gradient of a block of state columns back through all chunks."""
-    bh = tl.program_id(0)
+    index, bh, chunks, number, begin, end = own_sequence(order, T, H, PACKED)
     v_start = tl.program_id(1) * BV
-    chunks = tl.cdiv(T, C)
-    cells, inside = state_cells(bh, 0, v_start, K, V, BK, BV)
+    cells, inside = state_cells(index, 0, v_start, K, V, BK, BV)
     current = tl.load(dfinal + cells, mask=inside, other=0.0).to(tl.float32)
     for step in range(0, chunks):
         n = chunks - 1 - step
-        row, valid = chunk_rows(bh, n, T, H)
-        kept, inside = state_cells(bh.to(tl.int64) * chunks + n, 0, v_start, K, V, BK, BV)
+        first = begin + n * C
+        row, valid = chunk_rows(bh, first, end, T, H)
+        kept, inside = state_cells(number + n, 0, v_start, K, V, BK, BV)
         read = current.to(q.dtype.element_ty)
         tl.store(dstates + kept, read, mask=inside)
         keys = tile(k, row, valid, 0, K, BK)
@@ -100,7 +98,7 @@ def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates,
         outer = ((scale * before)[:, None] * outer).to(read.dtype)
         solved = ((-strength * before)[:, None] * solved).to(read.dtype)
         queries = tile(q, row, valid, 0, K, BK)
-        current *= total_decay(prefix, bh, n, T, H, HAS_G)
+        current *= total_decay(prefix, bh, first, end, T, H, HAS_G)
         current = tl.dot(tl.trans(queries), outer, current, input_precision="ieee")
         current = tl.dot(tl.trans(keys), solved, current, input_precision="ieee")
     tl.store(dstate + cells, current, mask=inside)
@@ -108,13 +106,12 @@ def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates,
 
 @triton.jit(do_not_specialize=["T"])
 def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, strengths, dsums,
-                  scale, T, H,
+                  spans, scale, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  HAS_G: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                  HAS_G: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """dv, the gradients of q k^T and k k^T, and what they give to beta and G."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n, T, H)
+    bh, first, end = own_chunk(spans, T, H, PACKED)
+    row, valid = chunk_rows(bh, first, end, T, H)
     strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
     dp = tl.zeros([C, C], dtype=tl.float32)
     dl = tl.zeros([C, C], dtype=tl.float32)
@@ -154,13 +151,12 @@ def scores_kernel(q, k, v, beta, g, writes, do, dr, dv, dscores, dlower, strengt
 
 @triton.jit(do_not_specialize=["T"])
 def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
-                dscores, dlower, strengths, dsums, dq, dk, dbeta, dg, scale, T, H,
+                dscores, dlower, strengths, dsums, dq, dk, dbeta, dg, spans, scale, T, H,
                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                HAS_G: tl.constexpr):  # fmt: skip
+                HAS_G: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """dq and dk, one block of key columns after the other; then dbeta and dg are whole."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n, T, H)
+    bh, first, end = own_chunk(spans, T, H, PACKED)
+    row, valid = chunk_rows(bh, first, end, T, H)
     before = factor(prefix, row, valid, HAS_G)
     after = factor(suffix, row, valid, HAS_G)
     strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
@@ -210,7 +206,7 @@ def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
         # G_i holds every g up to i; a suffix every g after i; the whole decay all of them
         steps = tl.cumsum(sums, axis=0, reverse=True)
         steps += tl.cumsum(through_write, axis=0) - through_write
-        steps += total_decay(prefix, bh, n, T, H, HAS_G) * through_state
+        steps += total_decay(prefix, bh, first, end, T, H, HAS_G) * through_state
         clamped = tl.load(g + row, mask=valid, other=0.0).to(tl.float32) < FLOOR
         tl.store(dg + row, tl.where(clamped, 0.0, steps), mask=valid)
 
@@ -246,29 +242,31 @@ def backward(
     do: Tensor,
     dfinal: Tensor,
     carried: Carried | None = None,
+    ends: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, g (empty without g) and state; shapes as in the forward pass.
 
-    ``carried`` comes from the forward pass; without it the first two kernels run again.
+    ``carried`` comes from the forward pass; without it the first two kernels run again. ``ends`` as
+    there.
     """
-    x = Inputs.prepare(q, k, v, beta, g, state)
+    x = Inputs.prepare(q, k, v, beta, g, state, ends)
     inverse, prefix, suffix, states, writes = carried or carry(x)[0]
     do, dfinal = do.to(v.dtype).contiguous(), dfinal.contiguous()
     du, dr = torch.empty_like(x.v), torch.empty_like(x.v)
     dstates, dstate = torch.empty_like(states), torch.empty_like(x.state)
-    _local(x.shape, scale)(x.q, x.k, x.g, do, du)
+    _local(x.shape, scale)(x.q, x.k, x.g, do, du, x.spans)
     _reverse(x.shape, scale)(
-        x.q, x.k, x.beta, inverse, prefix, suffix, do, du, dfinal, dstates, dr, dstate
+        x.q, x.k, x.beta, inverse, prefix, suffix, do, du, dfinal, dstates, dr, dstate, x.order
     )
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), du  # du was read
     dscores, dlower = torch.empty_like(inverse), torch.empty_like(inverse)
-    strengths, dbeta = (x.v.new_empty(x.shape[:3], dtype=torch.float32) for _ in range(2))
+    strengths, dbeta = (x.v.new_empty(x.v.shape[:3], dtype=torch.float32) for _ in range(2))
     dsums, dg = torch.empty_like(prefix), torch.empty_like(prefix)
     shares = (dscores, dlower, strengths, dsums)
-    _scores(x.shape, scale)(x.q, x.k, x.v, x.beta, x.g, writes, do, dr, dv, *shares)
+    _scores(x.shape, scale)(x.q, x.k, x.v, x.beta, x.g, writes, do, dr, dv, *shares, x.spans)
     _keys(x.shape, scale)(
         x.q, x.k, x.beta, x.g, prefix, suffix, states, writes, do, dr, dstates, *shares,
-        dq, dk, dbeta, dg,
+        dq, dk, dbeta, dg, x.spans,
     )  # fmt: skip
     dg = dg if x.shape.has_g else state.new_empty(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dbeta.to(beta.dtype), dg, dstate

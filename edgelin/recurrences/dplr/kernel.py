@@ -45,13 +45,8 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK
-from edgelin.recurrences.delta.kernel import (
-    C,
-    chunk_rows,
-    put_tile,
-    state_cells,
-    tile,
-)
+from edgelin.recurrences.delta.kernel import put_tile, state_cells, tile
+from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows
 from edgelin.recurrences.delta.kernel_inverse import unit_lower_inverse
 from edgelin.recurrences.dplr.kernel_decays import (
     far_products,
@@ -128,7 +123,7 @@ def pairs_kernel(q, k, v, a, b, beta, g, far, inverse, n_ak, m_qb, m_qk, w, u, q
     """What pairs of tokens of one chunk do to each other, and the rows decayed to its ends."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n, T, H)
+    row, valid = chunk_rows(bh, n * C, T, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if FAR:
         if tl.load(far + tl.program_id(0)) == 0:
@@ -191,7 +186,7 @@ def states_kernel(v, w, u, b_out, k_out, total, state, states, reads, final, T, 
     cells, inside = state_cells(bh, 0, v_start, K, V, BK, BV)
     current = tl.load(state + cells, mask=inside, other=0.0).to(tl.float32)
     for n in range(0, chunks):
-        row, valid = chunk_rows(bh, n, T, H)
+        row, valid = chunk_rows(bh, n * C, T, T, H)
         index = bh.to(tl.int64) * chunks + n
         kept, inside = state_cells(index, 0, v_start, K, V, BK, BV)
         start = current.to(v.dtype.element_ty)
@@ -217,7 +212,7 @@ def output_kernel(v, m_qb, m_qk, q_in, states, reads, o, scale, T, H,
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     v_start = tl.program_id(1) * BV
-    row, valid = chunk_rows(bh, n, T, H)
+    row, valid = chunk_rows(bh, n * C, T, T, H)
     out = tl.zeros([C, BV], dtype=tl.float32)
     for start in range(0, K, BK):
         queries = tile(q_in, row, valid, start, K, BK)

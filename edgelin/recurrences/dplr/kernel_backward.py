@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgelin.recurrences.delta.kernel import FLOOR, C, chunk_rows, put_tile, state_cells, tile
+from edgelin.recurrences.delta.kernel import FLOOR, put_tile, state_cells, tile
+from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows
 from edgelin.recurrences.dplr.kernel import Carried, carry, load_rows, total_decay
 from edgelin.recurrences.dplr.kernel_decays import log_decays, times
 from edgelin.recurrences.dplr.kernel_gradients import (
@@ -55,7 +56,7 @@ def reverse_kernel(m_qb, q_in, w, b_out, total, do, dfinal, dstates, dz, dstate,
     current = tl.load(dfinal + cells, mask=inside, other=0.0).to(tl.float32)
     for step in range(0, chunks):
         n = chunks - 1 - step
-        row, valid = chunk_rows(bh, n, T, H)
+        row, valid = chunk_rows(bh, n * C, T, T, H)
         index = bh.to(tl.int64) * chunks + n
         kept, inside = state_cells(index, 0, v_start, K, V, BK, BV)
         end = current.to(do.dtype.element_ty)
@@ -81,7 +82,7 @@ def scores_kernel(v, inverse, n_ak, m_qk, k_out, reads, dstates, do, dz, dv,
     """dv, dr in the place of dz, and the gradients of the four matrices of a chunk."""
     chunks = tl.cdiv(T, C)
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n, T, H)
+    row, valid = chunk_rows(bh, n * C, T, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     ab = tl.zeros([C, C], dtype=tl.float32)
     ak, qb, qk = ab, ab, ab
@@ -134,7 +135,8 @@ def left_kernel(q, k, a, b, beta, g, far, states, dstates, do, dr, dn_ab, dn_ak,
     if (tl.load(far + tl.program_id(0)) != 0) != FAR:
         return
     chunks = tl.cdiv(T, C)
-    row, valid = chunk_rows(tl.program_id(0) // chunks, tl.program_id(0) % chunks, T, H)
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    row, valid = chunk_rows(bh, n * C, T, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     for start in range(0, K, BK):
         to_q, to_a, through = left_terms(
@@ -169,7 +171,8 @@ def right_kernel(q, k, v, a, b, beta, g, far, reads, dstates, dn_ab, dn_ak, dm_q
     if (tl.load(far + tl.program_id(0)) != 0) != FAR:
         return
     chunks = tl.cdiv(T, C)
-    row, valid = chunk_rows(tl.program_id(0) // chunks, tl.program_id(0) % chunks, T, H)
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    row, valid = chunk_rows(bh, n * C, T, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     strengths = tl.zeros([C], dtype=tl.float32)
     for start in range(0, K, BK):

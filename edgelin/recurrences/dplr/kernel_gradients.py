@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edgelin.recurrences.delta.kernel import C, state_cells, tile
+from edgelin.recurrences.delta.kernel import state_cells, tile
+from edgelin.recurrences.delta.kernel_chunks import C
 from edgelin.recurrences.delta.kernel_inverse import LEVELS, paired
 from edgelin.recurrences.dplr.kernel_decays import interval, read_interval, times
 from edgelin.recurrences.linear.kernel_decays import _sums, from_middle

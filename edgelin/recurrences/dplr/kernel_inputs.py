@@ -89,4 +89,4 @@ def plan(kernel: Any, name: str, shape: Shape, *scale: float, far: bool = False)
         # three products of bfloat16 parts are exact enough beside bfloat16 inputs
         "INVERSE": "ieee" if shape.full or not shape.on_gpu else "bf16x3",
     }
-    return launch_of(kernel, name, shape[:5], {**constants, **choice(name, shape)}, *scale)
+    return launch_of(kernel, name, shape[:5], 0, constants | choice(name, shape), *scale)

@@ -1,0 +1,73 @@
+"""The delta rule over packed sequences on a GPU: the kernels themselves know where each ends.
+
+Elsewhere sequences are padded to batches (``recurrences/packed.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from edgelin.recurrences.operator import Operator
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    ends: Sequence[int],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Outputs `[1, T, H, V]`, states `[N, H, K, V]` and what the backward pass goes on from."""
+    from edgelin.recurrences.delta import kernel
+
+    o, last, kept = kernel.forward(q, k, v, beta, g, state, scale, tuple(ends))
+    return o, last, list(kept)
+
+
+def allocate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    ends: Sequence[int],
+) -> list[Tensor]:
+    """Memory for what is kept."""
+    from edgelin.recurrences.delta import kernel
+
+    return list(kernel.allocate(kernel.Inputs.prepare(q, k, v, beta, g, state, tuple(ends))))
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    ends: Sequence[int],
+    do: Tensor,
+    dstate: Tensor,
+    kept: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, beta, g (empty without g) and state.
+
+    Where ``kept`` is empty, all but the inputs is computed again.
+    """
+    from edgelin.recurrences.delta import kernel, kernel_backward
+
+    made = kernel.Carried(*kept) if kept else None
+    return kernel_backward.backward(
+        q, k, v, beta, g, state, scale, do, dstate, made, tuple(ends)
+    )  # fmt: skip
+
+
+run = Operator("delta_packed", forward, backward, ("v", "state"), allocate)
