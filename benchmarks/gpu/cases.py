@@ -230,7 +230,11 @@ def _true_delta(x: Inputs) -> tuple[Tensor, ...]:
 
 
 def _dplr(form: Callable[..., tuple[Tensor, ...]]) -> Call:
-    return lambda x: form(*(x[name] for name in ("q", "k", "v", "a", "b", "g", "state")))
+    def call(x: Inputs) -> tuple[Tensor, ...]:
+        ends = {ENDS: x[ENDS]} if ENDS in x else {}
+        return form(*(x[name] for name in ("q", "k", "v", "a", "b", "g", "state")), **ends)
+
+    return call
 
 
 def _diagonal(form: Callable[..., tuple[Tensor, ...]]) -> Call:

@@ -38,7 +38,7 @@ from edgelin.recurrences import delta, diagonal, dplr, linear, packed
 from edgelin.recurrences.operator import Operator
 
 OPERATORS = [linear._linear, linear._normalized, delta._delta, delta.packed_rows.run, dplr._dplr,
-             diagonal._diagonal]  # fmt: skip
+             dplr.packed_rows.run, diagonal._diagonal]  # fmt: skip
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BLOCKS = ("BX", "BY", "BT", "BK", "BV", "BN", "BD", "BLOCK", "S", "MODE")

@@ -12,17 +12,28 @@ from delta_cases import SCALE, close, inputs, with_gradients
 from torch import Tensor
 
 from edgelin.recurrences.delta import delta, packed_rows
-from edgelin.recurrences.delta.reference import reference
+from edgelin.recurrences.delta.reference import reference as delta_loop
+from edgelin.recurrences.dplr import dplr
+from edgelin.recurrences.dplr import packed_rows as dplr_rows
+from edgelin.recurrences.dplr.reference import reference as dplr_loop
 
 LENGTHS = [1, 63, 64, 65, 0, 130, 0]
+DECAYS = ("none", "head", "key", "rwkv7")
 
 
-def packed_inputs(lengths: list[int], **options: Any) -> Inputs:
+def packed_inputs(lengths: list[int], decay: str = "head", **options: Any) -> Inputs:
     """Random inputs whose row holds sequences; the states of all are not zero."""
-    made = inputs(sum(lengths), batch=1, **options)
-    _, heads, key, value = made["state"].shape  # type: ignore[union-attr]
+    by_key = decay in ("key", "rwkv7")
+    made = inputs(sum(lengths), batch=1, gated=decay != "none", by_key=by_key, **options)
     generator = torch.Generator().manual_seed(7)
-    shape = (len(lengths), heads, key, value)
+    state, k = made.pop("state"), made["k"]
+    assert state is not None and k is not None
+    if decay == "rwkv7":
+        del made["beta"]
+        g = made.pop("g")
+        share = torch.rand(k.shape, generator=generator, dtype=torch.float64)
+        made |= {"a": -k, "b": share * k, "g": g}
+    shape = (len(lengths), *state.shape[1:])
     return made | {"state": torch.randn(shape, generator=generator, dtype=torch.float64)}
 
 
@@ -31,10 +42,10 @@ def ends(lengths: list[int]) -> tuple[int, ...]:
     return (0, *accumulate(lengths))
 
 
-def one_by_one(lengths: list[int]) -> Any:
+def one_by_one(loop: Any, lengths: list[int]) -> Any:
     """The loop over every sequence alone."""
 
-    def loop(*inputs: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    def run(*inputs: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         *steps, state = inputs
         assert state is not None
         outputs, after = [], []
@@ -42,35 +53,38 @@ def one_by_one(lengths: list[int]) -> Any:
             mine, last = state[n : n + 1], state[n : n + 1]
             if end > begin:
                 parts = [None if x is None else x[:, begin:end] for x in steps]
-                o, last = reference(*parts, mine, scale=scale)  # type: ignore[arg-type]
+                o, last = loop(*parts, mine, scale=scale)
                 outputs.append(o)
             after.append(last)
         return torch.cat(outputs, dim=1), torch.cat(after)
 
-    return loop
+    return run
 
 
 def check(
     lengths: list[int], made: Inputs, dtype: torch.dtype, device: str, bound: float
 ) -> list[Tensor]:
     """Compare the kernels' values and gradients with the loop's."""
-    made = rounded(made, dtype)
+    made, general = rounded(made, dtype), "a" in made
+    loop, op, operator = (
+        (dplr_loop, dplr, dplr_rows.run) if general else (delta_loop, delta, packed_rows.run)
+    )
 
     def kernels(*inputs: Any, scale: float) -> tuple[Tensor, Tensor]:
         if device == "cuda":
-            return delta(*inputs, scale=scale, cu_seqlens=torch.tensor(ends(lengths)))
-        o, state = packed_rows.run(*inputs, scale, ends(lengths))
+            return op(*inputs, scale=scale, cu_seqlens=torch.tensor(ends(lengths)))
+        o, state = operator(*inputs, scale, ends(lengths))
         return o, state
 
     results = with_gradients(kernels, to(made, dtype, device), made)
-    expected = with_gradients(one_by_one(lengths), to(made, torch.float64, device), made)
+    expected = with_gradients(one_by_one(loop, lengths), to(made, torch.float64, device), made)
     close(results, expected, bound)
     return results
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_kernels(gated: bool, device: str) -> None:
-    made = packed_inputs(LENGTHS, gated=gated, key=20, value=36)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_kernels(decay: str, device: str) -> None:
+    made = packed_inputs(LENGTHS, decay, key=20, value=36)
     results = check(LENGTHS, made, torch.float32, device, 2e-5)
     assert all(x.dtype == torch.float32 and x.is_contiguous() for x in results)
 
@@ -80,15 +94,17 @@ def test_few_sequences(lengths: list[int], device: str) -> None:
     check(lengths, packed_inputs(lengths, heads=3), torch.float32, device, 2e-5)
 
 
+@pytest.mark.parametrize("decay", ["head", "key"])
 @pytest.mark.parametrize("kind", ["same keys, beta 2", "mixed decay", "reset"])
-def test_kernels_at_hard_inputs(kind: str, device: str) -> None:
+def test_kernels_at_hard_inputs(kind: str, decay: str, device: str) -> None:
     lengths = [3, 66, 64, 1]
-    check(lengths, packed_inputs(lengths, kind=kind, heads=1), torch.float32, device, 1e-4)
+    check(lengths, packed_inputs(lengths, decay, kind=kind, heads=1), torch.float32, device, 1e-4)
 
 
-def test_kernels_in_bfloat16(device: str, bfloat16_dots: None) -> None:
-    made = packed_inputs(LENGTHS, key=64, value=128, heads=1)
-    results = check(LENGTHS, made, torch.bfloat16, device, 3e-2)
+@pytest.mark.parametrize("decay", ["head", "key", "rwkv7"])
+def test_kernels_in_bfloat16(decay: str, device: str, bfloat16_dots: None) -> None:
+    made = packed_inputs([3, 66, 0, 64], decay, key=64, value=128, heads=1)
+    results = check([3, 66, 0, 64], made, torch.bfloat16, device, 3e-2)
     assert [r.dtype for r in results[:2]] == [torch.bfloat16, torch.float32]
 
 
@@ -128,22 +144,21 @@ def test_training_after_inference(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize(
     "lengths, key, value, heads",
     [
         ([*LENGTHS, 300], 64, 64, 2),
         ([1, 700, 64, 0, 259], 128, 128, 16),
-        ([130] * 40, 64, 128, 4),
+        ([130] * 9, 64, 128, 40),
         (LENGTHS, 36, 20, 2),
-        ([200, 3], 256, 256, 2),
     ],
 )
 def test_kernels_on_a_gpu(
-    lengths: list[int], key: int, value: int, heads: int, gated: bool, dtype: torch.dtype,
+    lengths: list[int], key: int, value: int, heads: int, decay: str, dtype: torch.dtype,
     bound: float,
 ) -> None:  # fmt: skip
-    made = packed_inputs(lengths, gated=gated, heads=heads, key=key, value=value)
+    made = packed_inputs(lengths, decay, heads=heads, key=key, value=value)
     made["q"] = made["q"] * key**-0.5  # type: ignore[operator]
     check(lengths, made, dtype, "cuda", bound)
 

@@ -77,7 +77,7 @@ def delta(
     _ARGUMENTS.check(cu_seqlens, v=v, q=q, k=k, beta=beta, g=g, state=state, lengths=lengths)
     if not is_exporting() and v.shape[2] % k.shape[2]:
         raise ValueError(f"v has H = {v.shape[2]} heads, need a multiple of G = {k.shape[2]} of k")
-    if cu_seqlens is not None and v.is_cuda and not _by_key(g):
+    if cu_seqlens is not None and v.is_cuda:
         packed.refuse_both(cu_seqlens, lengths)
         return _packed(q, k, v, beta, g, state, scale, cu_seqlens)
     if cu_seqlens is not None:

@@ -23,6 +23,11 @@ def forward(
     ends: Sequence[int],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Outputs `[1, T, H, V]`, states `[N, H, K, V]` and what the backward pass goes on from."""
+    if g is not None and g.dim() == 4:
+        from edgelin.recurrences.dplr import kernel as dplr_kernel
+
+        made = dplr_kernel.delta_forward(q, k, v, beta, g, state, scale, tuple(ends))
+        return *made[:2], made[2].distinct()
     from edgelin.recurrences.delta import kernel
 
     o, last, kept = kernel.forward(q, k, v, beta, g, state, scale, tuple(ends))
@@ -40,6 +45,12 @@ def allocate(
     ends: Sequence[int],
 ) -> list[Tensor]:
     """Memory for what is kept."""
+    if g is not None and g.dim() == 4:
+        from edgelin.recurrences.dplr import kernel as dplr_kernel
+        from edgelin.recurrences.dplr import kernel_inputs
+
+        tied = kernel_inputs.Inputs.prepare(q, k, v, g, state, beta=beta, ends=tuple(ends))
+        return dplr_kernel.allocate(tied).distinct()
     from edgelin.recurrences.delta import kernel
 
     return list(kernel.allocate(kernel.Inputs.prepare(q, k, v, beta, g, state, tuple(ends))))
@@ -62,12 +73,17 @@ def backward(
 
     Where ``kept`` is empty, all but the inputs is computed again.
     """
+    inputs, ups = (q, k, v, beta), (do, dstate)
+    if g is not None and g.dim() == 4:
+        from edgelin.recurrences.dplr import kernel as dplr_kernel
+        from edgelin.recurrences.dplr import kernel_backward as dplr_backward
+
+        carried = dplr_kernel.Carried.of(kept) if kept else None
+        return dplr_backward.delta_backward(*inputs, g, state, scale, *ups, carried, tuple(ends))
     from edgelin.recurrences.delta import kernel, kernel_backward
 
     made = kernel.Carried(*kept) if kept else None
-    return kernel_backward.backward(
-        q, k, v, beta, g, state, scale, do, dstate, made, tuple(ends)
-    )  # fmt: skip
+    return kernel_backward.backward(*inputs, g, state, scale, *ups, made, tuple(ends))
 
 
 run = Operator("delta_packed", forward, backward, ("v", "state"), allocate)

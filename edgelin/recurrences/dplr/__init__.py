@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from edgelin.recurrences import packed, widths
 from edgelin.recurrences.arguments import Arguments
-from edgelin.recurrences.dplr import chunked
+from edgelin.recurrences.dplr import chunked, packed_rows
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.operator import Operator
 
@@ -71,6 +72,9 @@ def dplr(
         ValueError: Tensors do not fit together; see :mod:`edgelin.recurrences.arguments`.
     """
     _ARGUMENTS.check(cu_seqlens, v=v, q=q, k=k, a=a, b=b, g=g, state=state, lengths=lengths)
+    if cu_seqlens is not None and v.is_cuda:
+        packed.refuse_both(cu_seqlens, lengths)
+        return _packed(q, k, v, a, b, g, state, scale, cu_seqlens)
     if cu_seqlens is not None:
 
         def call(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -79,17 +83,44 @@ def dplr(
 
         return packed.run(call, (q, k, v, a, b, g), state, cu_seqlens, lengths)
     k, b, g = (masked(x, lengths) for x in (k, b, g))
+    return _fitting(_dplr, q, k, v, a, b, g, state, scale)
+
+
+def _fitting(
+    op: Operator, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, state: Tensor,
+    *numbers: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the op at widths that fit its kernels."""
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The op, with a and b as wide as the keys have become."""
+        """With a and b as wide as the keys have become."""
         more = k.shape[-1] - a.shape[-1]
         pair = [F.pad(x, (0, more)) if more else x for x in (a, b)]
-        o, last = _dplr(q, k, v, *pair, g, state, scale)
+        o, last = op(q, k, v, *pair, g, state, *numbers)
         return o, last
 
     return widths.run_fitting(run, q, k, v, g, state)
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor,
+    state: Tensor,
+    scale: float,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Kernels that read packed rows."""
+    ends = packed.ends_of(cu_seqlens, [q, k, v, a, b, g], [state])
+    return _fitting(packed_rows.run, q, k, v, a, b, g, state, scale, ends)
+
+
+_packed = torch.compiler.disable(_packed, reason="Python reads the lengths of packed sequences")
 
 
 def _forward(

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import put_tile, state_cells, tile
-from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows
+from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows, own_chunk, own_sequence
 from edgelin.recurrences.delta.kernel_inverse import unit_lower_inverse
 from edgelin.recurrences.dplr.kernel_decays import (
     far_products,
@@ -117,13 +117,12 @@ def put_solved(k, v, a, g, ak, x, u, w, row, valid, i, j,
 
 @triton.jit(do_not_specialize=["T"])
 def pairs_kernel(q, k, v, a, b, beta, g, far, inverse, n_ak, m_qb, m_qk, w, u, q_in, b_out, k_out,
-                 total, T, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+                 total, spans, T, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                  BV: tl.constexpr, TIED: tl.constexpr, FAR: tl.constexpr, INVERSE: tl.constexpr,
-                 PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                 PT: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """What pairs of tokens of one chunk do to each other, and the rows decayed to its ends."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n * C, T, T, H)
+    bh, first, end = own_chunk(spans, T, H, PACKED)
+    row, valid = chunk_rows(bh, first, end, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if FAR:
         if tl.load(far + tl.program_id(0)) == 0:
@@ -145,9 +144,9 @@ def pairs_kernel(q, k, v, a, b, beta, g, far, inverse, n_ak, m_qb, m_qk, w, u, q
                 ab, ak, qb, qk, queries, reads, adds, keys, steps, i, j, TIED, PT, PARTS
             )
         else:
-            sums, first, second = from_middle(steps, i, j, C, PT, PARTS)
+            sums, early, late = from_middle(steps, i, j, C, PT, PARTS)
             up, down = tl.exp(sums), tl.exp(-sums)
-            before, after = up * tl.exp(first)[None, :], down * tl.exp(second)[None, :]
+            before, after = up * tl.exp(early)[None, :], down * tl.exp(late)[None, :]
             near = up if TIED else tl.exp(sums - steps)
             ab, ak, qb, qk = near_products(
                 ab, ak, qb, qk, queries, reads, adds, keys, up, near, down, i, j, TIED
@@ -176,18 +175,17 @@ def total_decay(total, index, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def states_kernel(v, w, u, b_out, k_out, total, state, states, reads, final, T, H,
+def states_kernel(v, w, u, b_out, k_out, total, state, states, reads, final, order, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  TIED: tl.constexpr):  # fmt: skip
+                  TIED: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Pass a block of state columns through all chunks; keep each chunk's state and z."""
-    bh = tl.program_id(0)
+    which, bh, chunks, number, begin, end = own_sequence(order, T, H, PACKED)
     v_start = tl.program_id(1) * BV
-    chunks = tl.cdiv(T, C)
-    cells, inside = state_cells(bh, 0, v_start, K, V, BK, BV)
+    cells, inside = state_cells(which, 0, v_start, K, V, BK, BV)
     current = tl.load(state + cells, mask=inside, other=0.0).to(tl.float32)
     for n in range(0, chunks):
-        row, valid = chunk_rows(bh, n * C, T, T, H)
-        index = bh.to(tl.int64) * chunks + n
+        row, valid = chunk_rows(bh, begin + n * C, end, T, H)
+        index = number + n
         kept, inside = state_cells(index, 0, v_start, K, V, BK, BV)
         start = current.to(v.dtype.element_ty)
         tl.store(states + kept, start, mask=inside)
@@ -205,14 +203,13 @@ def states_kernel(v, w, u, b_out, k_out, total, state, states, reads, final, T, 
 
 
 @triton.jit(do_not_specialize=["T"])
-def output_kernel(v, m_qb, m_qk, q_in, states, reads, o, scale, T, H,
+def output_kernel(v, m_qb, m_qk, q_in, states, reads, o, spans, scale, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  TIED: tl.constexpr):  # fmt: skip
+                  TIED: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Outputs of one chunk, one block of value columns."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    bh, first, end = own_chunk(spans, T, H, PACKED)
     v_start = tl.program_id(1) * BV
-    row, valid = chunk_rows(bh, n * C, T, T, H)
+    row, valid = chunk_rows(bh, first, end, T, H)
     out = tl.zeros([C, BV], dtype=tl.float32)
     for start in range(0, K, BK):
         queries = tile(q_in, row, valid, start, K, BK)
@@ -243,7 +240,10 @@ def _output(shape: Shape, scale: float) -> Launch:
 
 
 class Carried(NamedTuple):
-    """What the chunks compute before the outputs; tied: n_ak, m_qk and k_out are not there."""
+    """What the chunks compute before the outputs; N chunks a row, packed of all sequences.
+
+    Tied: n_ak, m_qk and k_out are not there.
+    """
 
     far: Tensor  # whether decays of a chunk are too strong to split at its middle [B * H * N]
     inverse: Tensor  # X - I [B, T, H, 64], row of the token; so are the next three
@@ -273,8 +273,8 @@ class Carried(NamedTuple):
 
 def allocate(x: Inputs) -> Carried:
     """Memory for it."""
-    batch, time, heads, key, value, tied = x.shape[:6]
-    chunks = cdiv(time, CHUNK)
+    (batch, time, heads, value), key, tied = x.v.shape, x.shape.key, x.shape.tied
+    chunks = cdiv(x.shape.time, CHUNK)
     inverse, m_qb = (x.v.new_empty((batch, time, heads, CHUNK)) for _ in range(2))
     n_ak, m_qk = (m_qb if tied else torch.empty_like(m_qb) for _ in range(2))
     w, q_in, b_out = (torch.empty_like(x.k) for _ in range(3))
@@ -293,11 +293,12 @@ def carry(x: Inputs) -> tuple[Carried, Tensor]:
         _pairs(x.shape, far)(
             x.q, x.k, x.v, x.a, x.b, x.beta, x.g, made.far, made.inverse, made.n_ak, made.m_qb,
             made.m_qk, made.w, made.reads, made.q_in, made.b_out, made.k_out, made.total,
+            x.spans,
         )  # fmt: skip
     # z takes the place of U
     _states(x.shape)(
         x.v, made.w, made.reads, made.b_out, made.k_out, made.total, x.state, made.states,
-        made.reads, final,
+        made.reads, final, x.order,
     )  # fmt: skip
     return made, final
 
@@ -306,7 +307,9 @@ def outputs(x: Inputs, scale: float) -> tuple[Tensor, Tensor, Carried]:
     """All kernels."""
     made, final = carry(x)
     o = torch.empty_like(x.v)
-    _output(x.shape, scale)(x.v, made.m_qb, made.m_qk, made.q_in, made.states, made.reads, o)
+    _output(x.shape, scale)(
+        x.v, made.m_qb, made.m_qk, made.q_in, made.states, made.reads, o, x.spans
+    )
     return o, final, made
 
 
@@ -319,16 +322,19 @@ def forward(
     g: Tensor,
     state: Tensor,
     scale: float,
+    ends: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Carried]:
     """Outputs `[B, T, H, V]`, the new state `[B, H, K, V]` and what the backward pass goes on from.
 
-    Values are float32 or bfloat16.
+    Values are float32 or bfloat16. ``ends``: where sequences packed into the only row end, 0 first;
+    each has a state.
     """
-    return outputs(Inputs.prepare(q, k, v, g, state, pair=(a, b)), scale)
+    return outputs(Inputs.prepare(q, k, v, g, state, pair=(a, b), ends=ends), scale)
 
 
 def delta_forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Carried]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, scale: float,
+    ends: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor, Carried]:  # fmt: skip
     """The same for the delta rule with a decay a key, g `[B, T, H, K]`."""
-    return outputs(Inputs.prepare(q, k, v, g, state, beta=beta), scale)
+    return outputs(Inputs.prepare(q, k, v, g, state, beta=beta, ends=ends), scale)

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences.delta.kernel import FLOOR, put_tile, state_cells, tile
-from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows
+from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows, own_chunk, own_sequence
 from edgelin.recurrences.dplr.kernel import Carried, carry, load_rows, total_decay
 from edgelin.recurrences.dplr.kernel_decays import log_decays, times
 from edgelin.recurrences.dplr.kernel_gradients import (
@@ -45,26 +45,26 @@ from edgelin.recurrences.launches import Launch, planned
 
 
 @triton.jit(do_not_specialize=["T"])
-def reverse_kernel(m_qb, q_in, w, b_out, total, do, dfinal, dstates, dz, dstate, scale, T, H,
-                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-                   BV: tl.constexpr):  # fmt: skip
+def reverse_kernel(m_qb, q_in, w, b_out, total, do, dfinal, dstates, dz, dstate, order,
+                   scale, T, H,
+                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                   PACKED: tl.constexpr):  # fmt: skip
     """Pass the gradient of a block of state columns back through all chunks."""
-    bh = tl.program_id(0)
+    which, bh, chunks, number, begin, end = own_sequence(order, T, H, PACKED)
     v_start = tl.program_id(1) * BV
-    chunks = tl.cdiv(T, C)
-    cells, inside = state_cells(bh, 0, v_start, K, V, BK, BV)
+    cells, inside = state_cells(which, 0, v_start, K, V, BK, BV)
     current = tl.load(dfinal + cells, mask=inside, other=0.0).to(tl.float32)
     for step in range(0, chunks):
         n = chunks - 1 - step
-        row, valid = chunk_rows(bh, n * C, T, T, H)
-        index = bh.to(tl.int64) * chunks + n
+        row, valid = chunk_rows(bh, begin + n * C, end, T, H)
+        index = number + n
         kept, inside = state_cells(index, 0, v_start, K, V, BK, BV)
-        end = current.to(do.dtype.element_ty)
-        tl.store(dstates + kept, end, mask=inside)
+        read = current.to(do.dtype.element_ty)
+        tl.store(dstates + kept, read, mask=inside)
         outer = times(tile(do, row, valid, v_start, V, BV), scale)
         x = tile(m_qb, row, valid, 0, C, C)
         write = tl.dot(tl.trans(x), outer, input_precision="ieee")
-        write = tl.dot(tile(b_out, row, valid, 0, K, BK), end, write, input_precision="ieee")
+        write = tl.dot(tile(b_out, row, valid, 0, K, BK), read, write, input_precision="ieee")
         put_tile(dz, write, row, valid, v_start, V, BV)
         current *= total_decay(total, index, K, BK)[:, None]
         queries = tl.trans(tile(q_in, row, valid, 0, K, BK))
@@ -76,13 +76,12 @@ def reverse_kernel(m_qb, q_in, w, b_out, total, do, dfinal, dstates, dz, dstate,
 
 @triton.jit(do_not_specialize=["T"])
 def scores_kernel(v, inverse, n_ak, m_qk, k_out, reads, dstates, do, dz, dv,
-                  dn_ab, dn_ak, dm_qb, dm_qk, scale, T, H,
+                  dn_ab, dn_ak, dm_qb, dm_qk, spans, scale, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                  TIED: tl.constexpr):  # fmt: skip
+                  TIED: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """dv, dr in the place of dz, and the gradients of the four matrices of a chunk."""
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n * C, T, T, H)
+    bh, first, end = own_chunk(spans, T, H, PACKED)
+    row, valid = chunk_rows(bh, first, end, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     ab = tl.zeros([C, C], dtype=tl.float32)
     ak, qb, qk = ab, ab, ab
@@ -127,16 +126,15 @@ def load_matrices(dn_ab, dn_ak, dm_qb, dm_qk, row, valid):
 
 @triton.jit(do_not_specialize=["T"])
 def left_kernel(q, k, a, b, beta, g, far, states, dstates, do, dr, dn_ab, dn_ak, dm_qb, dm_qk,
-                dq, da, dg, scale, T, H,
+                dq, da, dg, spans, scale, T, H,
                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                TIED: tl.constexpr, FAR: tl.constexpr,
+                TIED: tl.constexpr, FAR: tl.constexpr, PACKED: tl.constexpr,
                 PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """dq, da and their share of dg in one chunk, if its decays are as FAR says."""
     if (tl.load(far + tl.program_id(0)) != 0) != FAR:
         return
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n * C, T, T, H)
+    bh, first, end = own_chunk(spans, T, H, PACKED)
+    row, valid = chunk_rows(bh, first, end, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     for start in range(0, K, BK):
         to_q, to_a, through = left_terms(
@@ -163,16 +161,15 @@ def left_kernel(q, k, a, b, beta, g, far, states, dstates, do, dr, dn_ab, dn_ak,
 
 @triton.jit(do_not_specialize=["T"])
 def right_kernel(q, k, v, a, b, beta, g, far, reads, dstates, dn_ab, dn_ak, dm_qb, dm_qk,
-                 da, dk, db, dbeta, dg, T, H,
+                 da, dk, db, dbeta, dg, spans, T, H,
                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                 TIED: tl.constexpr, FAR: tl.constexpr,
+                 TIED: tl.constexpr, FAR: tl.constexpr, PACKED: tl.constexpr,
                  PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """dk, db and the rest of dg; tied: of k as read and as written, and dbeta."""
     if (tl.load(far + tl.program_id(0)) != 0) != FAR:
         return
-    chunks = tl.cdiv(T, C)
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    row, valid = chunk_rows(bh, n * C, T, T, H)
+    bh, first, end = own_chunk(spans, T, H, PACKED)
+    row, valid = chunk_rows(bh, first, end, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     strengths = tl.zeros([C], dtype=tl.float32)
     for start in range(0, K, BK):
@@ -237,8 +234,9 @@ def gradients(
     do, dfinal = do.to(x.v.dtype).contiguous(), dfinal.contiguous()
     dz, dstates, dinitial = (torch.empty_like(y) for y in (x.v, made.states, x.state))
     _reverse(x.shape, scale)(
-        made.m_qb, made.q_in, made.w, made.b_out, made.total, do, dfinal, dstates, dz, dinitial
-    )
+        made.m_qb, made.q_in, made.w, made.b_out, made.total, do, dfinal, dstates, dz, dinitial,
+        x.order,
+    )  # fmt: skip
     dq, dk, dv, dg = (torch.empty_like(y) for y in (x.q, x.k, x.v, x.g))
     da, db = torch.empty_like(x.a), dq if tied else torch.empty_like(x.b)
     dbeta = torch.empty_like(x.beta) if tied else dq
@@ -247,16 +245,16 @@ def gradients(
     matrices = (dn_ab, dn_ak, dm_qb, dm_qk)
     _scores(x.shape, scale)(
         x.v, made.inverse, made.n_ak, made.m_qk, made.k_out, made.reads, dstates, do, dz, dv,
-        *matrices,
+        *matrices, x.spans,
     )  # fmt: skip
     for far in (False, True):
         _left(x.shape, scale, far)(
             x.q, x.k, x.a, x.b, x.beta, x.g, made.far, made.states, dstates, do, dz, *matrices,
-            dq, da, dg,
+            dq, da, dg, x.spans,
         )  # fmt: skip
         _right(x.shape, far)(
             x.q, x.k, x.v, x.a, x.b, x.beta, x.g, made.far, made.reads, dstates, *matrices,
-            da, dk, db, dbeta, dg,
+            da, dk, db, dbeta, dg, x.spans,
         )  # fmt: skip
     return dq, dk, dv, da, db, dbeta, dg, dinitial
 
@@ -273,9 +271,10 @@ def backward(
     do: Tensor,
     dstate: Tensor,
     carried: Carried | None = None,
+    ends: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, a, b, g (float32) and state; shapes as in the forward pass."""
-    x = Inputs.prepare(q, k, v, g, state, pair=(a, b))
+    x = Inputs.prepare(q, k, v, g, state, pair=(a, b), ends=ends)
     dq, dk, dv, da, db, _, dg, dinitial = gradients(x, scale, do, dstate, carried)
     dq, dk, da, db = (d.to(t.dtype) for d, t in zip((dq, dk, da, db), (q, k, a, b), strict=True))
     return dq, dk, dv, da, db, dg, dinitial
@@ -292,8 +291,9 @@ def delta_backward(
     do: Tensor,
     dstate: Tensor,
     carried: Carried | None = None,
+    ends: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the delta rule with a decay a key: q, k, v, beta, g and state."""
-    x = Inputs.prepare(q, k, v, g, state, beta=beta)
+    x = Inputs.prepare(q, k, v, g, state, beta=beta, ends=ends)
     dq, dk, dv, _, _, dbeta, dg, dinitial = gradients(x, scale, do, dstate, carried)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dbeta, dg, dinitial

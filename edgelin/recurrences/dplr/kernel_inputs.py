@@ -8,21 +8,24 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import launch_of
+from edgelin.recurrences.delta.kernel_chunks import chunks_of
 from edgelin.recurrences.launches import Choice, Launch, choose, power_of_2
 
 
 class Shape(NamedTuple):
-    """What launches depend on."""
+    """What launches depend on. Packed rows are as a batch of as many chunks."""
 
-    batch: int
-    time: int
+    batch: int  # packed: rows that its sequences would fill
+    time: int  # packed: 64 x all chunks
     heads: int
     key: int
     value: int
     tied: bool
     full: bool  # float32, not bfloat16
     on_gpu: bool
+    sequences: int  # packed; 0: a batch
 
 
 class Inputs(NamedTuple):
@@ -36,22 +39,30 @@ class Inputs(NamedTuple):
     beta: Tensor
     g: Tensor
     state: Tensor
+    spans: Tensor  # tables of packed rows, or what stands for them
+    order: Tensor
     shape: Shape
 
     @classmethod
     def prepare(
         cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor,
         *, pair: tuple[Tensor, Tensor] | None = None, beta: Tensor | None = None,
+        ends: tuple[int, ...] | None = None,
     ) -> Inputs:  # fmt: skip
         """Bring arguments into the form that the kernels take: ``pair`` is a and b, or beta."""
         (batch, time, heads, value), key, kind = v.shape, k.shape[3], v.dtype
-        shape = Shape(
-            batch, time, heads, key, value, pair is None, kind == torch.float32, v.is_cuda
-        )
         q, k, v = q.to(kind).contiguous(), k.to(kind).contiguous(), v.contiguous()
         a, b = (x.to(kind).contiguous() for x in pair) if pair else (k, k)
         beta = q if beta is None else beta.contiguous()
-        return cls(q, k, v, a, b, beta, g.contiguous(), state.contiguous(), shape)
+        sequences, spans, order = 0, k, k
+        if ends is not None:
+            sequences, chunks, batch, spans, order = chunks_of(ends, v.device)
+            time = CHUNK * chunks
+        shape = Shape(
+            batch, time, heads, key, value, pair is None, kind == torch.float32, v.is_cuda,
+            sequences,
+        )  # fmt: skip
+        return cls(q, k, v, a, b, beta, g.contiguous(), state.contiguous(), spans, order, shape)
 
 
 def choice(kernel: str, shape: Shape) -> Choice:
@@ -89,4 +100,5 @@ def plan(kernel: Any, name: str, shape: Shape, *scale: float, far: bool = False)
         # three products of bfloat16 parts are exact enough beside bfloat16 inputs
         "INVERSE": "ieee" if shape.full or not shape.on_gpu else "bf16x3",
     }
-    return launch_of(kernel, name, shape[:5], 0, constants | choice(name, shape), *scale)
+    constants |= choice(name, shape)
+    return launch_of(kernel, name, shape[:5], shape.sequences, constants, *scale)
