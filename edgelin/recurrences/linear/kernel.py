@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from edgelin.recurrences.launches import cdiv
-from edgelin.recurrences.linear.kernel_plan import HEAD, KEY, NONE, OUTPUT, Pass, Shape, plan_of
+from edgelin.recurrences.linear.kernel_places import in_a_batch
+from edgelin.recurrences.linear.kernel_plan import (
+    HEAD,
+    KEY,
+    NONE,
+    OUTPUT,
+    Pass,
+    Shape,
+    places_of,
+    plan_of,
+)
 
 
 class Split(NamedTuple):
@@ -42,6 +53,7 @@ class Walk:
         scale: Factor of the output; backwards it multiplies what a pass adds to the state too.
         normal: 1 with the column of ones, 2 if its sums have a floor.
         eps: Added to its sums.
+        ends: Of sequences packed into the only row; states have a row for each of them.
     """
 
     def __init__(
@@ -51,25 +63,34 @@ class Walk:
         scale: float,
         normal: int = 0,
         eps: float = 0.0,
+        ends: Sequence[int] | None = None,
     ) -> None:
         self.tensors, self.g = tensors, g
         half = all(x.dtype == torch.bfloat16 for x in tensors.values())
         q, (batch, time, heads, value) = tensors["q"], tensors["v"].shape
         mode = NONE if g is None else HEAD if g.dim() == 3 else KEY
-        sizes = (batch, time, heads, q.shape[3], value, q.shape[2])
-        self.plan = plan_of(Shape(*sizes, mode, half, q.is_cuda, scale, normal, eps))
+        sizes, packed, rows = (heads, q.shape[3], value, q.shape[2]), 0, (batch, time)
+        if ends is not None:
+            self.places, single = places_of(ends, heads, half, q.device)
+            rows, packed = (1, 1), 1 if single else 2
+        shape = Shape(*rows, *sizes, mode, half, q.is_cuda, scale, normal, eps, packed)
+        self.plan = plan = plan_of(shape)
+        if ends is None:
+            chunks = cdiv(time, plan.block_t)
+            self.places = in_a_batch(q, batch, heads, plan.segments, chunks)
         self.split = self._split() if self.plan.splits else None
 
     def _split(self) -> Split:
         """Take the decays between tokens out of queries and keys."""
         q, k, g, plan = self.tensors["q"], self.tensors["k"], self.g, self.plan
         assert g is not None
-        halves = (plan.rows, cdiv(plan.shape.time, plan.block_t), plan.shape.key)
+        halves = (*self.places.chunks, plan.shape.key)
         first, second = (g.new_empty(halves, dtype=torch.float32) for _ in range(2))
         exponents = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        far = torch.zeros(plan.rows, plan.segments, dtype=torch.int32, device=q.device)
+        far = torch.zeros(self.places.parts, dtype=torch.int32, device=q.device)
         made = Split(torch.empty_like(q), torch.empty_like(k), exponents, first, second, far)
-        plan.split()(q, k, g, *made)
+        spans, programs = self.places.spans
+        plan.split()(q, k, g, *made, spans, programs=programs)
         return made
 
     def _near(self, name: str) -> Tensor:
@@ -91,24 +112,29 @@ class Walk:
 
         ``initial`` is ``[B, H, K, V]`` float32, contiguous: the state, or backwards the gradient
         of the last one. With several segments they begin with the state before each, backwards its
-        gradient after it, and what is behind the last.
+        gradient after it, and what is behind the last; in packed rows that is left to the pass of
+        dq.
         """
-        plan = self.plan
-        if plan.segments == 1:
+        plan, places = self.plan, self.places
+        if plan.single:
             return initial
         x, y = plan.widths(kind)
-        h = initial.new_empty((plan.rows, plan.segments + 1, x, y), dtype=torch.float32)
-        total = initial.new_empty((plan.rows, plan.segments, y), dtype=torch.float32)
+        h = initial.new_empty((*places.slots, x, y), dtype=torch.float32)
+        total = initial.new_empty((*places.parts, y), dtype=torch.float32)
+        table, programs = places.adding[kind.reverse]
         g = self.tensors[kind.x] if self.g is None else self.g
         if not plan.by_key:
             plan.segment(kind, far=False)(
-                self._near(kind.x), self._near(kind.y), g, *self._halves(kind.reverse), h, total
-            )
+                self._near(kind.x), self._near(kind.y), g, *self._halves(kind.reverse), h, total,
+                table, programs=programs,
+            )  # fmt: skip
         if plan.shape.mode == KEY:
             plan.segment(kind, far=True)(
-                self.tensors[kind.x], self.tensors[kind.y], g, self._halves(False)[2], h, total
-            )
-        plan.scan(kind, x)(h, total, initial)
+                self.tensors[kind.x], self.tensors[kind.y], g, self._halves(False)[2], h, total,
+                table, programs=programs,
+            )  # fmt: skip
+        table, programs = places.sequences
+        plan.scan(kind, x)(h, total, initial, table, programs=programs)
         return h
 
     def attend(
@@ -128,7 +154,7 @@ class Walk:
             weights: For the decay's gradient, float32: dq leaves q dq there and dk makes the
                 gradient of it, ``[B, T, H, K]`` or, with a decay a head, ``[blocks, B, T, H]``.
             ends: For dk with weights, the states before the segments; if there is one segment, the
-                last state.
+                last state. In packed rows dq with weights leaves there what is behind the last.
             final: Where to leave the last state, else in new memory.
             column: Of ones, where the plan has one and the pass needs it.
 
@@ -139,19 +165,21 @@ class Walk:
         plan, shape = self.plan, self.plan.shape
         x, y = plan.widths(kind)
         like = self.tensors[kind.x if kind.inner else kind.y]
-        rows = (shape.batch, shape.time, shape.heads, x if kind.inner else y)
+        rows = (*self.tensors["v"].shape[:3], x if kind.inner else y)
         out = torch.empty(rows, dtype=like.dtype, device=like.device)
         if final is None:
-            states = (shape.batch, shape.heads, y, x)
+            states = (self.places.states, shape.heads, y, x)
             final = torch.empty(states, dtype=torch.float32, device=like.device)
-        ends = starts if ends is None else ends
+        if ends is None:
+            ends = final if plan.single else starts
+        table, programs = self.places.segments
         if not plan.by_key:
             g = like if self.g is None else self.g if self.split is None else self.split.exponents
             plan.near(kind, weights is not None)(
                 self._near(kind.a), self._near(kind.x), self._near(kind.y), g,
                 *self._halves(kind.reverse), starts, ends, out, final,
                 out if weights is None else self._near(kind.m), out if weights is None else weights,
-                *(column or [final] * len(Column._fields)),
+                *(column or [final] * len(Column._fields)), table, programs=programs,
             )  # fmt: skip
         if shape.mode == KEY:
             assert self.g is not None
@@ -159,7 +187,7 @@ class Walk:
                 self.tensors[kind.a], self.tensors[kind.x], self.tensors[kind.y], self.g,
                 self._halves(False)[2], starts, ends, out, final,
                 out if weights is None else self.tensors[kind.m],
-                out if weights is None else weights,
+                out if weights is None else weights, table, programs=programs,
             )  # fmt: skip
         return out, final
 
@@ -170,6 +198,7 @@ def walk(
     do: Tensor | None = None,
     normal: int = 0,
     eps: float = 0.0,
+    ends: Sequence[int] | None = None,
 ) -> Walk:
     """Of q, k, v, g and backwards do: queries and keys expanded from one head are taken once."""
     q, k, v, g = inputs
@@ -178,12 +207,21 @@ def walk(
     tensors = {"q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous()}
     if do is not None:
         tensors["do"] = do.contiguous()
-    return Walk(tensors, None if g is None else g.contiguous(), scale, normal, eps)
+    return Walk(tensors, None if g is None else g.contiguous(), scale, normal, eps, ends)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    ends: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence on a GPU: shapes as in ``chunked.forward``, K and V up to 256, scale > 0."""
-    passes = walk((q, k, v, g), scale)
+    """The recurrence on a GPU: shapes as in ``chunked.forward``, K and V up to 256, scale > 0.
+
+    With ``ends``, from ``packed.ends_of``, the only row holds sequences that have states each.
+    """
+    passes = walk((q, k, v, g), scale, ends=ends)
     return passes.attend(OUTPUT, passes.starts(OUTPUT, state.contiguous()))

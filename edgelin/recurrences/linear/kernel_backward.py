@@ -12,6 +12,8 @@ head. The products are taken from float32 dq and dk, before these are rounded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ def backward(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    ends: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the inputs.
 
@@ -41,11 +44,13 @@ def backward(
         scale: See q.
         do: Gradient of the output ``[B, T, H, V]``.
         dstate: Gradient of the final state ``[B, H, K, V]``, float32.
+        ends: See q.
 
     Returns:
         dq, dk, dv, dg (float32; empty without g), and the gradient of the initial state.
     """
-    dq, dk, dv, dg, dinitial = gradients(kernel.walk((q, k, v, g), scale, do), state, dstate)
+    walk = kernel.walk((q, k, v, g), scale, do, ends=ends)
+    dq, dk, dv, dg, dinitial = gradients(walk, state, dstate)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dinitial
 
 
@@ -60,7 +65,7 @@ def gradients(
     before = walk.starts(DQ, state.contiguous())
     after = walk.starts(DK, dstate.contiguous())
     dq, final = walk.attend(DQ, before, weights, column=columns[0])
-    ends = final if walk.plan.segments == 1 else before
+    ends = final if walk.plan.single else before
     dk, dinitial = walk.attend(DK, after, weights, ends, column=columns[1])
     dv, _ = walk.attend(DV, after, final=final)  # which the pass before has read
     dg = dq.new_empty(0, dtype=torch.float32) if weights is None else weights

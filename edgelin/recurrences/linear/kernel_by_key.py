@@ -23,6 +23,7 @@ from edgelin.recurrences.linear.kernel_decays import (
     store_rows,
 )
 from edgelin.recurrences.linear.kernel_passes import end_product, sum_back
+from edgelin.recurrences.linear.kernel_places import ends_row, number_of, place
 from edgelin.recurrences.linear.kernel_segments import put_segment
 
 
@@ -136,27 +137,28 @@ def _decays(g, token, rows, cols, live, c, H: tl.constexpr, Y: tl.constexpr, REV
 
 
 @triton.jit
-def _first_decay(g, b, start, i_h, cols, T, H: tl.constexpr, Y: tl.constexpr):
-    """The log decay `[BY]` of the first token of a segment."""
-    p = g + ((b.to(tl.int64) * T + start) * H + i_h) * Y + cols
-    return tl.maximum(tl.load(p, mask=cols < Y, other=0.0).to(tl.float32), FLOOR)
+def _first_decay(g, token, i_h, cols, lives, H: tl.constexpr, Y: tl.constexpr):
+    """The log decay `[BY]` of the first token of a segment, if it has any."""
+    p = g + (token * H + i_h) * Y + cols
+    return tl.maximum(tl.load(p, mask=(cols < Y) & lives, other=0.0).to(tl.float32), FLOOR)
 
 
 @triton.jit
 def attend(
-    a, x, y, g, far, h, ends, out, final, m, w, T, chunks, h_scale, out_scale,
+    a, x, y, g, far, h, ends, out, final, m, w, places, T, chunks, h_scale, out_scale,
     s_b, s_s, s_x, s_y, s_e,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
     ALL: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr, WEIGH: tl.constexpr,
+    PACKED: tl.constexpr,
     DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one segment of one head, for one block of the output's width."""
-    i_bh, i_s, i_o = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_o = tl.program_id(2)
+    i_n, i_h, i_r, i_s, before, T, chunk, count, _row = place(places, T, chunks, H, BT, PACKED)
     if not ALL:
-        if tl.load(far + i_bh * tl.num_programs(1) + i_s) == 0:
+        if tl.load(far + number_of(i_r, i_s, tl.num_programs(1), H, PACKED)) == 0:
             return
-    b, i_h = i_bh // H, i_bh % H
     o_t = tl.arange(0, BT)
     o_x, o_y = tl.arange(0, BX), tl.arange(0, BY)
     if INNER:
@@ -165,17 +167,17 @@ def attend(
         o_y += i_o * BY
     row, col = o_t[:, None], o_t[None, :]
     in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
-    cells = i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
+    cells = i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
     cells += o_y[None, :] * s_y
     state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
     carry = tl.zeros([BY], dtype=tl.float32)
     if WEIGH and REV:
         carry = end_product(ends, s_e, cells, in_state, state, out_scale)
-    start = i_s * chunks * BT
-    stop = tl.minimum(start + chunks * BT, T)
-    for c in range(0, chunks):
+    start = chunk * BT
+    stop = tl.minimum(start + count * BT, T)
+    for c in range(0, count):
         first, rows, live = _chunk(start, stop, c, o_t, BT, REV)
-        token = (b.to(tl.int64) * T + first) * H + i_h
+        token = (before + first) * H + i_h
         b_x = load_rows(x + token * X, rows, o_x, live, H, X).to(DT)
         b_y = load_rows(y + token * Y, rows, o_y, live, H, Y).to(DT)
         if INNER:
@@ -198,26 +200,30 @@ def attend(
                     own = load_rows(g + token * Y, rows, o_y, live, H, Y).to(tl.float32)
                     weight = tl.where(own >= FLOOR, weight, 0.0)
                 store_rows(w + token * Y, weight, rows, o_y, live, H, Y)
-    if i_s == (0 if REV else tl.num_programs(1) - 1):
+    if ends_row(i_s, chunk, count, T, BT, REV, PACKED):
         if REV:
-            state *= tl.exp(_first_decay(g, b, start, i_h, o_y, T, H, Y))[None, :] * out_scale
-        p_final = final + i_bh.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
+            last = _first_decay(g, before + start, i_h, o_y, start < T, H, Y)
+            state *= tl.exp(last)[None, :] * out_scale
+        p_final = final + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
+        if PACKED and WEIGH and not REV:  # where dk looks for it
+            p_final = ends + s_e + cells
         tl.store(p_final, state, mask=in_state)
 
 
 @triton.jit
 def segment(
-    x, y, g, far, h, total, T, chunks,
+    x, y, g, far, h, total, places, T, chunks,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
-    ALL: tl.constexpr, REV: tl.constexpr, DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
+    ALL: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """What a segment adds to the state and by which factor it multiplies it."""
-    i_bh, i_s, i_o = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_o = tl.program_id(2)
+    _n, i_h, i_r, i_s, before, T, chunk, count, _row = place(places, T, chunks, H, BT, PACKED)
     if not ALL:
-        if tl.load(far + i_bh * tl.num_programs(1) + i_s) == 0:
+        if tl.load(far + number_of(i_r, i_s, tl.num_programs(1), H, PACKED)) == 0:
             return
-    b, i_h = i_bh // H, i_bh % H
     o_t = tl.arange(0, BT)
     blocks: tl.constexpr = (Y + BY - 1) // BY
     o_x = i_o // blocks * BX + tl.arange(0, BX)
@@ -225,18 +231,19 @@ def segment(
     row, col = o_t[:, None], o_t[None, :]
     state = tl.zeros([BX, BY], dtype=tl.float32)
     log_decay = tl.zeros([BY], dtype=tl.float32)
-    start = i_s * chunks * BT
-    stop = tl.minimum(start + chunks * BT, T)
-    for c in range(0, chunks):
+    start = chunk * BT
+    stop = tl.minimum(start + count * BT, T)
+    for c in range(0, count):
         first, rows, live = _chunk(start, stop, c, o_t, BT, REV)
-        token = (b.to(tl.int64) * T + first) * H + i_h
+        token = (before + first) * H + i_h
         b_x = load_rows(x + token * X, rows, o_x, live, H, X).to(DT)
         b_y = load_rows(y + token * Y, rows, o_y, live, H, Y).to(DT)
         b_g = _decays(g, token, rows, o_y, live, c, H, Y, REV)
         log_decay += tl.sum(b_g, axis=0)
         state = _advance(state, b_x, b_y, b_g, row, col, DT, PT, PARTS)
     if REV:
-        last = _first_decay(g, b, start, i_h, o_y, T, H, Y)
+        last = _first_decay(g, before + start, i_h, o_y, start < T, H, Y)
         state *= tl.exp(last)[None, :]
         log_decay += last
-    put_segment(h, total, state, tl.exp(log_decay), i_bh, i_s, i_o < blocks, o_x, o_y, X, Y)
+    decay, is_first = tl.exp(log_decay), i_o < blocks
+    put_segment(h, total, state, decay, i_r, i_s, is_first, o_x, o_y, H, X, Y, PACKED)

@@ -24,6 +24,7 @@ from edgelin.recurrences.launches import Launch, cdiv, planned, power_of_2
 from edgelin.recurrences.linear import kernel
 from edgelin.recurrences.linear.kernel_backward import gradients
 from edgelin.recurrences.linear.kernel_decays import HEAD, load_rows
+from edgelin.recurrences.linear.kernel_places import number_of, place
 from edgelin.recurrences.linear.kernel_plan import DK, OUTPUT, Plan, whole_of
 from edgelin.recurrences.linear.kernel_segments import head_decays
 
@@ -57,20 +58,19 @@ def divide(
 
 @triton.jit
 def segment(
-    column, y, g, h, total, T, chunks,
+    column, y, g, h, total, places, T, chunks,
     H: tl.constexpr, HY: tl.constexpr, Y: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
-    MODE: tl.constexpr, REV: tl.constexpr, WIDE: tl.constexpr,
+    MODE: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """What a segment adds to the state of the column, of ones or backwards ``column``, into ``h``
     `[B*H, N + 1, Y]`, and by which factor ``total`` `[B*H, N, Y]` it multiplies it."""
-    i_bh, i_s = tl.program_id(0), tl.program_id(1)
-    b, i_h = i_bh // H, i_bh % H
+    _n, i_h, i_r, i_s, before, T, first, count, _row = place(places, T, chunks, H, BT, PACKED)
     o_t, o_y = tl.arange(0, BT), tl.arange(0, BY)
     z, decay = tl.zeros([BY], dtype=tl.float32), tl.full([BY], 1.0, dtype=tl.float32)
-    for c in range(0, chunks):
-        n = i_s * chunks + (chunks - 1 - c if REV else c)
+    for c in range(0, count):
+        n = first + (count - 1 - c if REV else c)
         live = n * BT + o_t < T
-        token = (b.to(tl.int64) * T + n * BT) * H + i_h
+        token = (before + n * BT) * H + i_h
         shared = token if H == HY else token // H
         rows = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(tl.float32)
         if REV:
@@ -82,8 +82,10 @@ def segment(
             decay *= whole
         z += tl.sum(rows, axis=0)
     segments = tl.num_programs(1)
-    tl.store(h + (i_bh.to(tl.int64) * (segments + 1) + i_s) * Y + o_y, z, mask=o_y < Y)
-    tl.store(total + (i_bh.to(tl.int64) * segments + i_s) * Y + o_y, decay, mask=o_y < Y)
+    p_h = h + number_of(i_r, i_s, segments + 1, H, PACKED) * Y
+    tl.store(p_h + o_y, z, mask=o_y < Y)
+    p_total = total + number_of(i_r, i_s, segments, H, PACKED) * Y
+    tl.store(p_total + o_y, decay, mask=o_y < Y)
 
 
 @planned
@@ -93,7 +95,8 @@ def _segment(plan: Plan, reverse: bool) -> Launch:
     return Launch(
         segment, (plan.rows, plan.segments), shape.time, plan.chunks,
         H=shape.heads, HY=shape.key_heads, Y=shape.key, BY=whole_of(shape.key),
-        BT=plan.block_t, MODE=shape.mode, REV=reverse, WIDE=plan.wide, num_warps=4,
+        BT=plan.block_t, MODE=shape.mode, REV=reverse, PACKED=plan.packed, WIDE=plan.wide,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -110,15 +113,18 @@ def _divide(rows: int, width: int, eps: float, floored: bool) -> Launch:
 
 def _starts(walk: kernel.Walk, initial: Tensor, column: Tensor | None = None) -> Tensor:
     """As ``Walk.starts`` for the column's state: of ones, or of ``column`` backwards."""
-    plan, reverse = walk.plan, column is not None
-    if plan.segments == 1:
+    plan, places, reverse = walk.plan, walk.places, column is not None
+    if plan.single:
         return initial
     y = walk.tensors["q" if reverse else "k"]
-    h = initial.new_empty((plan.rows, plan.segments + 1, plan.shape.key))
-    total = initial.new_empty((plan.rows, plan.segments, plan.shape.key))
+    h = initial.new_empty((*places.slots, plan.shape.key))
+    total = initial.new_empty((*places.parts, plan.shape.key))
     g = y if walk.g is None else walk.g
-    _segment(plan, reverse)(total if column is None else column, y, g, h, total)
-    plan.scan(DK if reverse else OUTPUT, 1)(h, total, initial)
+    table, programs = places.adding[reverse]
+    column = total if column is None else column
+    _segment(plan, reverse)(column, y, g, h, total, table, programs=programs)
+    table, programs = places.sequences
+    plan.scan(DK if reverse else OUTPUT, 1)(h, total, initial, table, programs=programs)
     return h
 
 
@@ -132,13 +138,14 @@ def forward(
     floor: Tensor | None,
     scale: float,
     eps: float,
+    ends: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The recurrence, shapes as of ``linear``: no decay or one a head, K and V up to 256.
 
     Returns:
         o, the last state and normaliser, and of what the backward pass needs n ``[B, T, H]``.
     """
-    walk = kernel.walk((q, k, v, g), scale, normal=1 if floor is None else 2, eps=eps)
+    walk = kernel.walk((q, k, v, g), scale, None, 1 if floor is None else 2, eps, ends)
     sums = normalizer.new_empty(v.shape[:3])
     z, initial = torch.empty_like(normalizer), normalizer.contiguous()
     floor = sums if floor is None else floor.contiguous()
@@ -162,6 +169,7 @@ def backward(
     dstate: Tensor,
     dnormalizer: Tensor,
     kept: Sequence[Tensor],
+    ends: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g (empty without g), state, normaliser and floor (likewise).
 
@@ -174,14 +182,14 @@ def backward(
     _divide(sums.numel(), v.shape[-1], eps, floor is not None)(
         o, do.contiguous(), sums, least, shared, dn, dn if floor is None else dfloor
     )
-    walk = kernel.walk((q, k, v, g), scale, shared, normal=1, eps=eps)
+    walk = kernel.walk((q, k, v, g), scale, shared, 1, eps, ends)
     before = _starts(walk, normalizer.contiguous())
     after = _starts(walk, dnormalizer.contiguous(), dn)
     last, dinitial = torch.empty_like(normalizer), torch.empty_like(normalizer)
-    ends = last if walk.plan.segments == 1 else before
+    behind = last if walk.plan.single else before
     columns = (
-        kernel.Column(dn, before, before, last, dn),
-        kernel.Column(dn, after, ends, dinitial, dn),
+        kernel.Column(dn, before, behind, last, dn),
+        kernel.Column(dn, after, behind, dinitial, dn),
     )
     dq, dk, dv, dg, dstart = gradients(walk, state, dstate, columns)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dstart, dinitial, dfloor

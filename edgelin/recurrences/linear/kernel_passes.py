@@ -38,27 +38,32 @@ from edgelin.recurrences.linear.kernel_decays import (
     load_rows,
     store_rows,
 )
+from edgelin.recurrences.linear.kernel_places import (
+    COLUMNS,
+    ends_row,
+    number_of,
+    place,
+    place_of_chunk,
+)
 from edgelin.recurrences.linear.kernel_segments import halves, head_decays
 
 
 @triton.jit(do_not_specialize=["T", "per_segment"])
 def split(
-    q, k, g, q_split, k_split, exponents, first, second, far, T, per_segment,
-    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+    q, k, g, q_split, k_split, exponents, first, second, far, spans, T, per_segment,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr,
     PT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Queries and keys with the decays to and from the middle of a chunk, ``exponents`` G_i - G_m,
     the log decays of both halves `[B*H, N, K]`, and marks on the segments that are ``far``."""
-    chunks = tl.cdiv(T, BT)
-    i_bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    b, i_h = i_bh // H, i_bh % H
+    i_h, token, left, mark = place_of_chunk(spans, T, per_segment, H, BT, PACKED)
     o_t, o_k = tl.arange(0, BT), tl.program_id(1) * BK + tl.arange(0, BK)
     row, col = o_t[:, None], o_t[None, :]
-    live = n * BT + o_t < T
-    p = ((b.to(tl.int64) * T + n * BT) * H + i_h) * K
+    live = o_t < left
+    p = (token * H + i_h) * K
     steps = tl.maximum(load_rows(g + p, o_t, o_k, live, H, K).to(tl.float32), FLOOR)
     if half_reach(steps, row, BT) >= REACH:
-        tl.atomic_max(far + i_bh * tl.cdiv(chunks, per_segment) + n // per_segment, 1)
+        tl.atomic_max(far + mark, 1)
     sums, early, late = from_middle(steps, row, col, BT, PT, PARTS)
     sums = tl.minimum(tl.maximum(sums, -REACH), REACH)  # of no use where far, but a number
     rows = load_rows(q + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(sums)
@@ -230,12 +235,12 @@ def _weigh(
 
 
 @triton.jit
-def _between(state, enter, leave, i_bh, n, goes_on, o_y, T,
-             Y: tl.constexpr, BT: tl.constexpr, REV: tl.constexpr):  # fmt: skip
+def _between(state, enter, leave, row, n, goes_on, o_y, T,
+             Y: tl.constexpr, BT: tl.constexpr, REV: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """The state after chunk ``n``, decayed to the middle of the next one if there is one."""
-    log_decay = halves(leave, i_bh, n, o_y, T, Y, BT)
+    log_decay = halves(leave, row, n, o_y, T, Y, BT, STEP)
     if goes_on:
-        log_decay += halves(enter, i_bh, n - 1 if REV else n + 1, o_y, T, Y, BT)
+        log_decay += halves(enter, row, n - 1 if REV else n + 1, o_y, T, Y, BT, STEP)
     return state * tl.exp(log_decay)[None, :]
 
 
@@ -252,12 +257,12 @@ def _divided(acc, sums, eps, p_sums, p_floor, live, is_first, FLOORED: tl.conste
 @triton.jit
 def attend(
     a, x, y, g, enter, leave, far, h, ends, out, final, m, w,
-    column, h_z, ends_z, final_z, floor, T, chunks, h_scale, out_scale,
+    column, h_z, ends_z, final_z, floor, places, T, chunks, h_scale, out_scale,
     s_b, s_s, s_x, s_y, s_e, s_w, eps,
     H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
     MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr, WEIGH: tl.constexpr,
-    NORM: tl.constexpr, FLOORED: tl.constexpr,
+    NORM: tl.constexpr, FLOORED: tl.constexpr, PACKED: tl.constexpr,
     DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one segment of one head, for one block of the output's width.
@@ -266,17 +271,18 @@ def attend(
     the output divides by what z gives and leaves it in ``column``; the other passes find its
     gradient there.
     """
-    i_bh, i_s, i_o = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_o = tl.program_id(2)
+    i_n, i_h, i_r, i_s, before, T, first, count, row = place(places, T, chunks, H, BT, PACKED)
     if MODE == KEY:
-        if tl.load(far + i_bh * tl.num_programs(1) + i_s) != 0:
+        if tl.load(far + number_of(i_r, i_s, tl.num_programs(1), H, PACKED)) != 0:
             return
-    b, i_h = i_bh // H, i_bh % H
+    step: tl.constexpr = H if PACKED else 1
     o_t = tl.arange(0, BT)
     o_x = tl.arange(0, BX) + (i_o * BX if INNER else 0)
     o_y = tl.arange(0, BY) + (0 if INNER else i_o * BY)
     seen = o_t[None, :] >= o_t[:, None] if REV else o_t[None, :] <= o_t[:, None]
     in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
-    cells = i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
+    cells = i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
     cells += o_y[None, :] * s_y
     state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
     z, extra = tl.zeros([BY], dtype=tl.float32), tl.zeros([BT], dtype=tl.float32)
@@ -284,19 +290,21 @@ def attend(
     if WEIGH and REV:
         carry = end_product(ends, s_e, cells, in_state, state, out_scale)
     if NORM:  # the states of z lie as those of a column do, X times as close
-        p_z = (i_bh.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s) // X
+        p_z = (i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s) // X
         z = _vector(h_z + p_z, o_y, Y) * h_scale
         if WEIGH and REV:
             carry += _vector(ends_z + s_e // X + p_z, o_y, Y) * z * out_scale
     if MODE == HEAD:
         carry = tl.sum(carry, axis=0)
     if MODE == KEY:
-        n = i_s * chunks + (chunks - 1 if REV else 0)
-        state *= tl.exp(halves(enter, i_bh, n, o_y, T, Y, BT))[None, :]
-    for c in range(0, chunks):
-        n = i_s * chunks + (chunks - 1 - c if REV else c)
+        n = first + (tl.maximum(count, 1) - 1 if REV else 0)
+        state *= tl.exp(halves(enter, row, n, o_y, T, Y, BT, step))[None, :]
+    if PACKED:
+        s_w = tl.load(places + COLUMNS - 1) * H
+    for c in range(0, count):
+        n = first + (count - 1 - c if REV else c)
         live = n * BT + o_t < T
-        token = (b.to(tl.int64) * T + n * BT) * H + i_h
+        token = (before + n * BT) * H + i_h
         shared = token if H == HY else token // H
         b_a, b_x, b_y = _rows(a, x, y, token, shared, o_t, o_x, o_y, live, H, HY, X, Y, INNER, DT)
         if NORM and not INNER:
@@ -306,7 +314,8 @@ def attend(
             H, MODE, INNER, REV, NORM, DT, WIDE,
         )  # fmt: skip
         if MODE == KEY:
-            state = _between(state, enter, leave, i_bh, n, c + 1 < chunks, o_y, T, Y, BT, REV)
+            goes_on = c + 1 < count
+            state = _between(state, enter, leave, row, n, goes_on, o_y, T, Y, BT, REV, step)
         acc = acc * out_scale
         if NORM and INNER:
             p_c, p_f = column + token + o_t * H, floor + token + o_t * H
@@ -318,10 +327,15 @@ def attend(
                 PARTS,
             )  # fmt: skip
         _put_rows(out, acc, token, o_t, o_x, o_y, live, H, X, Y, INNER)
-    if i_s == (0 if REV else tl.num_programs(1) - 1):
+    if ends_row(i_s, first, count, T, BT, REV, PACKED):
         factor = out_scale if REV else 1.0
-        p_final = final + i_bh.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
+        p_final = final + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
+        if PACKED and WEIGH and not REV:  # where dk looks for it
+            p_final = ends + s_e + cells
         tl.store(p_final, state * factor, mask=in_state)
         if NORM:
-            first = (not INNER) | (i_o == 0)
-            tl.store(final_z + i_bh * Y + o_y, z * factor, mask=(o_y < Y) & first)
+            own = (not INNER) | (i_o == 0)
+            p_final = final_z + i_n * Y
+            if PACKED and WEIGH and not REV:
+                p_final = ends_z + s_e // X + p_z
+            tl.store(p_final + o_y, z * factor, mask=(o_y < Y) & own)

@@ -1,18 +1,23 @@
 """What the shape of a call decides for the linear recurrence on a GPU: segments, blocks, launches.
 
 The output and every gradient are one kernel each, run over segments of time in parallel from the
-state before each segment (segment scan; equations in ``chunked.py``).
+state before each segment (segment scan; equations in ``chunked.py``). Where packed sequences end
+changes from call to call, and nothing of it is in here: launches are told by tables
+(``kernel_places.py``) and take the number of programs from there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import triton.language as tl
 
 from edgelin.recurrences.launches import Choice, Launch, cdiv, choose, planned, power_of_2
 from edgelin.recurrences.linear import kernel_by_key, kernel_decays, kernel_passes, kernel_segments
+from edgelin.recurrences.linear.kernel_places import Places, in_packed_rows
 
 NONE, HEAD, KEY = (
     mode.value for mode in (kernel_decays.NONE, kernel_decays.HEAD, kernel_decays.KEY)
@@ -68,11 +73,16 @@ def launch_of(
     return chosen
 
 
-def far_launch(kind: Pass, half: bool, width_x: int, width_y: int) -> Choice:
-    """The same for ``kernel_by_key.attend``, with the tokens of a chunk (BT)."""
+def far_launch(kind: Pass, width_x: int, width_y: int) -> Choice:
+    """The same for ``kernel_by_key.attend``."""
     contracted, width = (width_y, width_x) if kind.inner else (width_x, width_y)
     block = max(16, min(power_of_2(width), 8192 // whole_of(contracted)))
-    return {"BLOCK": block, "BT": 64 if half else 16, "num_warps": 8, "num_stages": 1}
+    return {"BLOCK": block, "num_warps": 8, "num_stages": 1}
+
+
+def block_of(half: bool) -> int:
+    """Tokens of a chunk."""
+    return 64 if half else 16
 
 
 def whole_of(width: int) -> int:
@@ -95,21 +105,25 @@ class Shape(NamedTuple):
     scale: float
     normal: int = 0  # with a column of ones; 2: and a floor
     eps: float = 0.0
+    packed: int = 0  # sequences in one row, of which none (1) or some (2) have several segments
 
 
 class Plan:
     """Sizes and launches of all calls of a shape.
 
-    Time is cut into ``segments`` of ``chunks`` chunks of ``block_t`` tokens.
+    Time is cut into ``segments`` of ``chunks`` chunks of ``block_t`` tokens. Of packed rows, batch
+    and time count as 1.
     """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.rows = shape.batch * shape.heads
-        self.block_t = 64 if shape.half else 16
+        self.block_t = block_of(shape.half)
         segments = max(1, min(shape.time // SEGMENT, cdiv(PROGRAMS, self.rows)))
         self.chunks = cdiv(cdiv(shape.time, self.block_t), segments)
         self.segments = cdiv(shape.time, self.chunks * self.block_t)
+        self.single = shape.packed == 1 if shape.packed else self.segments == 1
+        self.packed = shape.packed > 0
         self.splits = shape.mode == KEY and shape.half
         # Where `split` marks no segments, `kernel_by_key` takes all or none.
         self.by_key = shape.mode == KEY and not shape.half
@@ -145,7 +159,8 @@ class Plan:
             kernel_passes.split,
             (self.rows * cdiv(time, self.block_t), cdiv(key, chosen["BK"])),
             time, self.chunks,
-            H=heads, K=key, BT=self.block_t, PT=self.dtypes["PT"], PARTS=3, **chosen,
+            H=heads, K=key, BT=self.block_t, PACKED=self.packed, PT=self.dtypes["PT"], PARTS=3,
+            **chosen,
         )  # fmt: skip
 
     @planned
@@ -155,7 +170,8 @@ class Plan:
         return Launch(
             kernel_segments.scan, (self.rows, cdiv(x * y, 1024)),
             self.segments, 1.0 / self.shape.scale if kind.reverse else 1.0,
-            X=x, Y=y, BLOCK=1024, MODE=self.shape.mode, REV=kind.reverse, num_warps=4,
+            H=self.shape.heads if self.packed else 1, X=x, Y=y, BLOCK=1024,
+            MODE=self.shape.mode, REV=kind.reverse, PACKED=self.packed, num_warps=4,
         )  # fmt: skip
 
     @planned
@@ -170,14 +186,13 @@ class Plan:
             return Launch(
                 kernel_segments.segment, grid, self.shape.time, self.chunks, **sizes,
                 HY=self.shape.key_heads, BT=self.block_t, MODE=self.shape.mode, REV=kind.reverse,
-                DT=self.dtypes["DT"], WIDE=self.wide,
+                PACKED=self.packed, DT=self.dtypes["DT"], WIDE=self.wide,
                 num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
             )  # fmt: skip
-        block_t = far_launch(kind, self.shape.half, x, y)["BT"]
         return Launch(
-            kernel_by_key.segment, grid, self.shape.time, self.chunks * self.block_t // block_t,
-            **sizes, BT=block_t, ALL=self.by_key, REV=kind.reverse, **self.dtypes,
-            num_warps=4, num_stages=1,
+            kernel_by_key.segment, grid, self.shape.time, self.chunks,
+            **sizes, BT=self.block_t, ALL=self.by_key, REV=kind.reverse, PACKED=self.packed,
+            **self.dtypes, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     @planned
@@ -190,31 +205,35 @@ class Plan:
             **self._blocks(kind, chosen["BLOCK"]), HY=shape.key_heads, BT=self.block_t,
             MODE=shape.mode, INNER=kind.inner, REV=kind.reverse, WEIGH=weigh,
             NORM=shape.normal > 0 and kind is not DV,
-            FLOORED=shape.normal == 2 and kind is OUTPUT, WIDE=self.wide, **self.dtypes,
+            FLOORED=shape.normal == 2 and kind is OUTPUT, PACKED=self.packed, WIDE=self.wide,
+            **self.dtypes,
             num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
         )  # fmt: skip
 
     @planned
     def far(self, kind: Pass, weigh: bool) -> Launch:
         """Of ``kernel_by_key.attend``."""
-        chosen = far_launch(kind, self.shape.half, *self.widths(kind))
-        block_t = chosen["BT"]
+        chosen = far_launch(kind, *self.widths(kind))
         return Launch(
             kernel_by_key.attend, self._grid(kind, chosen["BLOCK"]),
-            self.shape.time, self.chunks * self.block_t // block_t, *self._starts(kind),
-            **self._blocks(kind, chosen["BLOCK"]), BT=block_t, ALL=self.by_key,
-            INNER=kind.inner, REV=kind.reverse, WEIGH=weigh, LEVELS=block_t.bit_length() - 1,
-            **self.dtypes, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
+            self.shape.time, self.chunks, *self._starts(kind),
+            **self._blocks(kind, chosen["BLOCK"]), BT=self.block_t, ALL=self.by_key,
+            INNER=kind.inner, REV=kind.reverse, WEIGH=weigh, PACKED=self.packed,
+            LEVELS=self.block_t.bit_length() - 1, **self.dtypes,
+            num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
         )  # fmt: skip
 
     def _starts(self, kind: Pass) -> tuple[float, float, int, int, int, int, int]:
         """Factors of the state before a segment and of the output, and the former's strides: of
         batch and head, segment, X, Y, and to the next state."""
         x, y = self.widths(kind)
-        if self.segments == 1:
+        row, step = x * y, self.shape.heads * x * y if self.packed else x * y
+        if self.single:
             factor = 1.0 / self.shape.scale if kind.reverse else 1.0
-            return factor, self.shape.scale, x * y, 0, 1, x, 0
-        return 1.0, self.shape.scale, (self.segments + 1) * x * y, x * y, y, 1, x * y
+            return factor, self.shape.scale, row, step if self.packed else 0, 1, x, 0
+        if not self.packed:
+            row *= self.segments + 1
+        return 1.0, self.shape.scale, row, step, y, 1, step
 
     def _blocks(self, kind: Pass, block: int) -> dict[str, int]:
         """Sizes and blocks of a pass."""
@@ -228,3 +247,10 @@ class Plan:
 
 
 plan_of = planned(Plan)
+
+
+def places_of(
+    ends: Sequence[int], heads: int, half: bool, device: torch.device
+) -> tuple[Places, bool]:
+    """Where packed sequences have their segments, and whether there is one for each."""
+    return in_packed_rows(ends, heads, block_of(half), SEGMENT, PROGRAMS, device)

@@ -1,0 +1,176 @@
+"""Which tokens a program of the linear recurrence works on, in rows of a batch or packed ones.
+
+In a batch a program knows it from its number: all rows are cut alike. Packed sequences
+(``packed.py``) are each cut from their own first token on, so that no chunk has tokens of two, and
+a table says for every segment where it is. The longest segments come first: what begins last
+should not take longest. States of segments lie in slots `[H, K or V, ...]`: a sequence has one for
+each segment and one for what is behind the last. Where every sequence is one segment, there are no
+slots, and passes read the initial states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from edgelin.recurrences.launches import cdiv, planned
+
+COLUMNS = tl.constexpr(8)  # of a segment's line in the table
+
+
+@triton.jit
+def place(places, T, chunks, H: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr):
+    """Where the segment of this program is.
+
+    Gives the number of its row's state, its head, where its own state is (row, number in it),
+    tokens before the row and in it, the first chunk and how many, and the row's chunks `[.., N]`.
+    """
+    if PACKED:
+        i_h, p = tl.program_id(0) % H, places + tl.program_id(0) // H * COLUMNS
+        before, row = tl.load(p + 1).to(tl.int64), tl.load(p + 5).to(tl.int64) * H + i_h
+        T, first, count, slot = tl.load(p + 2), tl.load(p + 3), tl.load(p + 4), tl.load(p + 6)
+        return tl.load(p) * H + i_h, i_h, i_h, slot, before, T, first, count, row
+    else:
+        i_bh, i_s = tl.program_id(0), tl.program_id(1)
+        before, row = (i_bh // H).to(tl.int64) * T, i_bh.to(tl.int64) * tl.cdiv(T, BT)
+        return i_bh, i_bh % H, i_bh, i_s, before, T, i_s * chunks, chunks, row
+
+
+@triton.jit
+def place_of_chunk(spans, T, per_segment, H: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr):
+    """Head of this program's chunk, its first token, tokens from there on, mark of its segment."""
+    if PACKED:
+        i_h, p = tl.program_id(0) % H, spans + tl.program_id(0) // H * 3
+        return i_h, tl.load(p).to(tl.int64), tl.load(p + 1), tl.load(p + 2) * H + i_h
+    else:
+        chunks = tl.cdiv(T, BT)
+        i_bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+        token = (i_bh // H).to(tl.int64) * T + n * BT
+        return i_bh % H, token, T - n * BT, i_bh * tl.cdiv(chunks, per_segment) + n // per_segment
+
+
+@triton.jit
+def number_of(i_r, i_s, per_row, H: tl.constexpr, PACKED: tl.constexpr):
+    """Of a segment by its row and number in it, where rows have ``per_row``."""
+    if PACKED:
+        return i_s.to(tl.int64) * H + i_r
+    else:
+        return i_r.to(tl.int64) * per_row + i_s
+
+
+@triton.jit
+def ends_row(i_s, first, count, T, BT: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr):
+    """Whether nothing of the row comes after a segment, backwards before it."""
+    if PACKED:
+        return first == 0 if REV else (first + count) * BT >= T
+    else:
+        return i_s == (0 if REV else tl.num_programs(1) - 1)
+
+
+class Table(NamedTuple):
+    """What a launch reads and how many programs it then has; without packed rows neither counts."""
+
+    lines: Tensor
+    programs: int | None
+
+
+class Places(NamedTuple):
+    """Where a call has its segments, and the first two axes of what belongs to these.
+
+    A segment's line: its sequence, the first token of that and how many it has, first chunk of the
+    segment and how many it has, chunks of all sequences before, slot, tokens of the call.
+    """
+
+    segments: Table  # [S, 8]
+    adding: tuple[Table, Table]  # those with another one behind, and backwards with one before
+    sequences: Table  # first slot and segments [N, 2]
+    spans: Table  # of every chunk its first token, tokens from there on, and slot [C, 3]
+    states: int  # rows of the states before and after the call
+    slots: tuple[int, int]  # of states before segments
+    parts: tuple[int, int]  # of numbers of segments
+    chunks: tuple[int, int]  # of numbers of chunks
+
+
+def in_a_batch(like: Tensor, batch: int, heads: int, segments: int, chunks: int) -> Places:
+    """Of rows that are all cut alike; ``like`` is any tensor, in the place of tables."""
+    rows, none = batch * heads, Table(like, None)
+    sizes = (rows, segments + 1), (rows, segments), (rows, chunks)
+    return Places(none, (none, none), none, none, batch, *sizes)
+
+
+def in_packed_rows(
+    ends: Sequence[int],
+    heads: int,
+    block_t: int,
+    shortest: int,
+    programs: int,
+    device: torch.device,
+) -> tuple[Places, bool]:
+    """Of packed sequences; kept for the next call with the same ones.
+
+    Args:
+        ends: As ``packed.ends_of`` gives them.
+        heads: H.
+        block_t: Tokens of a chunk.
+        shortest: Tokens of a segment at least, where a sequence has several.
+        programs: Segments x heads that run at once.
+        device: Where the tables should be.
+
+    Returns:
+        Where they are, and whether every sequence is one segment.
+    """
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+    return _cut(tuple(ends), heads, block_t, shortest, programs, device, stream)
+
+
+@partial(planned, most=64)
+@torch.inference_mode(False)  # the next call may train
+def _cut(
+    ends: tuple[int, ...], heads: int, block_t: int, shortest: int, programs: int,
+    device: torch.device, stream: int,
+) -> tuple[Places, bool]:  # fmt: skip
+    """The same for a stream: another one would not wait for the tables."""
+    begins, tokens = np.array(ends[:-1]), np.diff(ends)
+    share = max(shortest, cdiv(ends[-1] * heads, programs))
+    pieces = np.clip(np.minimum(-(-tokens // share), tokens // shortest), 1, None)
+    chunks = -(-tokens // block_t)
+    length = -(-chunks // pieces)
+    pieces = np.clip(-(-chunks // np.clip(length, 1, None)), 1, None)
+    single, numbers = bool((pieces == 1).all()), np.arange(len(tokens))
+    before, skipped = np.cumsum(chunks) - chunks, np.cumsum(pieces) - pieces
+    slots = numbers if single else skipped + numbers
+    n = np.repeat(numbers, pieces)
+    within = np.arange(len(n)) - skipped[n]
+    first = within * length[n]
+    count = np.minimum(length[n], chunks[n] - first)
+    total = np.full_like(n, ends[-1])
+    lines = [n, begins[n], tokens[n], first, count, before[n], slots[n] + within, total]
+    longest_first = np.argsort(-count, kind="stable")
+    segments, within, n = np.stack(lines, 1)[longest_first], within[longest_first], n[longest_first]
+    m = np.repeat(numbers, chunks)
+    c = np.arange(len(m)) - before[m]
+    spans = [begins[m] + c * block_t, tokens[m] - c * block_t, slots[m] + c // length[m]]
+    several = segments[within + 1 < pieces[n]], segments[within > 0]
+    tables = [segments, *several, np.stack([slots, pieces], 1), np.stack(spans, 1)]
+    made = [Table(x, heads * len(x)) for x in _tables(tables, device)]
+    rows = len(tokens) + (0 if single else len(segments)), heads
+    sizes = len(tokens), rows, rows, (len(m), heads)
+    return Places(made[0], (made[1], made[2]), made[3], made[4], *sizes), single
+
+
+def _tables(tables: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Numbers on a device, by one copy that nobody waits for; addresses are multiples of 16."""
+    flat = [np.pad(table.ravel(), (0, -table.size % 4)).astype(np.int32) for table in tables]
+    whole = torch.from_numpy(np.concatenate(flat))
+    if device.type == "cuda":
+        whole = whole.pin_memory()
+    pieces = whole.to(device, non_blocking=True).split([len(x) for x in flat])
+    return [x[: y.size].view(y.shape) for x, y in zip(pieces, tables, strict=True)]
