@@ -205,7 +205,8 @@ class Shape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Contiguous inputs, q, k and v in one dtype; beta stands for what is not there."""
+    """Contiguous inputs, q, k and v in one dtype; beta stands for g and k for the tables of packed
+    rows where there are none."""
 
     q: Tensor
     k: Tensor
@@ -213,7 +214,7 @@ class Inputs(NamedTuple):
     beta: Tensor
     g: Tensor
     state: Tensor
-    spans: Tensor  # tables of packed rows
+    spans: Tensor
     order: Tensor
     shape: Shape
 
@@ -227,7 +228,7 @@ class Inputs(NamedTuple):
         (batch, time, heads, value), key = v.shape, k.shape[3]
         q, k = q.to(v.dtype).contiguous(), k.to(v.dtype).contiguous()
         v, beta, state = v.contiguous(), beta.contiguous(), state.contiguous()
-        sequences, spans, order = 0, beta, beta
+        sequences, spans, order = 0, k, k
         if ends is not None:
             sequences, chunks, batch, spans, order = chunks_of(ends, v.device)
             time = CHUNK * chunks

@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     beta: Tensor
     g: Tensor
     state: Tensor
-    spans: Tensor  # tables of packed rows, or what stands for them
+    spans: Tensor  # the tables of packed rows, or k
     order: Tensor
     shape: Shape
 
