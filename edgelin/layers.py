@@ -1,4 +1,4 @@
-"""Layers that are no mixer: norms, token shift, rotary position, ``keep_last``.
+"""Layers that are no mixer: norms, projections in parts, token shift, rotary position.
 
 Norms and angles are computed in float32 or better, whatever the dtype of the stream.
 """
@@ -6,6 +6,9 @@ Norms and angles are computed in float32 or better, whatever the dtype of the st
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from edgelin.recurrences.lengths import last
 # A tensor, because torch's exporter stores a Python number in float32 beside float64 operands.
 _TURN = torch.tensor(2 * math.pi, dtype=torch.float64)
 _FARTHEST = 1e4  # standard deviations
+_COLUMNS = 8  # of bfloat16 are 16 bytes, on which rows start in the fast matrix products of GPUs
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -176,6 +180,82 @@ class FeatureProjection(nn.Module):
         return y
 
 
+def project_in_parts(projection: nn.Module, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """``projection(x).split(sizes, dim=-1)``, on a GPU as a product for each part.
+
+    The parts of one product are strided: kernels of recurrences copy them first, and the backward
+    pass joins their gradients in one more tensor of all columns before it multiplies. Products of
+    their own give contiguous parts and take each gradient where it is. Elsewhere, and in exported
+    graphs, it is one product: weights are read once, by one node.
+
+    A part whose width is no multiple of 8 is multiplied as in :func:`project_aligned`.
+
+    Args:
+        projection: An ``nn.Linear``. What took the place of one (an adapter, quantised weights) or
+            has hooks is called as it is.
+        x: `[..., in]`.
+        sizes: Columns of the parts; their sum is all there are.
+
+    Returns:
+        The parts, `[..., size]` each.
+    """
+    if not (_is_on_gpu(x) and _is_plain(projection)):
+        parts: tuple[Tensor, ...] = projection(x).split(sizes, dim=-1)
+        return parts
+    weight, bias = projection.weight, projection.bias
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    return tuple(map(partial(_aligned, x), weight.split(sizes), biases))
+
+
+def project_aligned(projection: nn.Module, x: Tensor) -> Tensor:
+    """``projection(x)``, for few columns, such as a number a head.
+
+    GPUs multiply bfloat16 several times more slowly where the number of columns is no multiple
+    of 8: there, rows of zeros fill the weight up, and the columns they make are cut off.
+
+    Args:
+        projection: As in :func:`project_in_parts`.
+        x: `[..., in]`.
+
+    Returns:
+        `[..., out]`.
+    """
+    if _is_on_gpu(x) and _is_plain(projection):
+        return _aligned(x, projection.weight, projection.bias)
+    y: Tensor = projection(x)
+    return y
+
+
+def _aligned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias, by a product of a multiple of 8 columns."""
+    columns = len(weight)
+    missing = -columns % _COLUMNS
+    if not missing:
+        return F.linear(x, weight, bias)
+    weight = F.pad(weight, (0, 0, 0, missing))
+    bias = None if bias is None else F.pad(bias, (0, missing))
+    return F.linear(x, weight, bias)[..., :columns]
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    """Whether the form for GPUs is to be taken."""
+    return x.is_cuda and not is_exporting()
+
+
+def _is_plain(projection: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a call is F.linear, which no library for adapters and the like has changed."""
+    if type(projection) is not nn.Linear or "forward" in projection.__dict__:
+        return False
+    if type(projection.weight) not in (Tensor, nn.Parameter):
+        return False
+    return not (
+        projection._forward_hooks
+        or projection._forward_pre_hooks
+        or projection._backward_hooks
+        or projection._backward_pre_hooks
+    )
+
+
 def running_mean(
     x: Tensor, mean: Tensor, position: Tensor, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -290,6 +370,8 @@ __all__ = [
     "at_least_float32",
     "keep_last",
     "l2_norm",
+    "project_aligned",
+    "project_in_parts",
     "rotary_angles",
     "rotate",
     "running_mean",

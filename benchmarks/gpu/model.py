@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from edgelin.config import ModelConfig
-from edgelin.layers import GatedRMSNorm, at_least_float32
+from edgelin.layers import GatedRMSNorm, at_least_float32, project_aligned, project_in_parts
 from edgelin.model import SequenceModel
 from edgelin.recurrences.linear import linear
 from edgelin.train.loss import cross_entropy
@@ -74,9 +74,9 @@ class ScalarDecay(nn.Module):
 
     def forward(self, x: Tensor, state: Any, position: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix ``[B, T, hidden_size]``."""
-        parts = self.qkv_gate_proj(x).split(self.sizes, dim=-1)
+        parts = project_in_parts(self.qkv_gate_proj, x, self.sizes)
         q, k, v, gate = (part.unflatten(-1, (self.heads, -1)) for part in parts)
-        g = F.softplus(-at_least_float32(self.decay_proj(x))) / -16
+        g = F.softplus(-at_least_float32(project_aligned(self.decay_proj, x))) / -16
         start = torch.zeros(len(x), self.heads, self.key, self.value, device=x.device)
         o, _ = linear(q, k, v, g, start, scale=self.key**-0.5)
         return self.out_proj(self.norm(o, gate).flatten(-2)), {}
@@ -111,9 +111,8 @@ class Softmax(nn.Module):
 
     def forward(self, x: Tensor, state: Any, position: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix ``[B, T, hidden_size]``."""
-        qk, v = self.qkv_proj(x).unflatten(-1, (3 * self.heads, -1)).split(
-            [2 * self.heads, self.heads], dim=2
-        )  # fmt: skip
+        parts = project_in_parts(self.qkv_proj, x, [2 * x.shape[-1], x.shape[-1]])
+        qk, v = (part.unflatten(2, (-1, x.shape[-1] // self.heads)) for part in parts)
         first, second = qk.chunk(2, dim=-1)
         cos, sin = (table[: x.shape[1]].to(qk.dtype) for table in (self.cos, self.sin))
         qk = qk * cos + torch.cat([-second, first], dim=-1) * sin

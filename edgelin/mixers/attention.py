@@ -26,7 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from edgelin.attention_ring import Ring
 from edgelin.errors import EdgelinError
-from edgelin.layers import RMSNorm, at_least_float32, rotary_angles, rotate
+from edgelin.layers import RMSNorm, at_least_float32, project_aligned, rotary_angles, rotate
 from edgelin.mixers import check_sizes
 from edgelin.recurrences import CHUNK
 from edgelin.recurrences.exporting import is_exporting
@@ -192,7 +192,7 @@ class Mixer(nn.Module):
         if c.gate:
             o = o * torch.sigmoid(gate[0])
         if c.head_gate:
-            o = o * torch.sigmoid(self.gate_proj(x)).transpose(1, 2)[..., None]
+            o = o * torch.sigmoid(project_aligned(self.gate_proj, x)).transpose(1, 2)[..., None]
         y = self.out_proj(o.transpose(1, 2).flatten(-2))
         return y, dict(zip(names, cache, strict=True))
 

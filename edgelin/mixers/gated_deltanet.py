@@ -23,7 +23,13 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.initial import step_bias
-from edgelin.layers import GatedRMSNorm, at_least_float32, l2_norm
+from edgelin.layers import (
+    GatedRMSNorm,
+    at_least_float32,
+    l2_norm,
+    project_aligned,
+    project_in_parts,
+)
 from edgelin.mixers import HeadSizes, check_sizes
 from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.delta import delta
@@ -132,9 +138,11 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         conv_name, recurrent_name = f"conv.{self.layer}", f"recurrent.{self.layer}"
-        qkv, gate = self.qkv_gate_proj(x), None
         if self.gate_size:
-            qkv, gate = qkv.split([self.conv_channels, self.gate_size], dim=-1)
+            sizes = [self.conv_channels, self.gate_size]
+            qkv, gate = project_in_parts(self.qkv_gate_proj, x, sizes)
+        else:
+            qkv, gate = self.qkv_gate_proj(x), None
         qkv, conv = short_convolution(
             qkv, self.conv_weight, None, state[conv_name], lengths, activation="silu"
         )
@@ -157,7 +165,7 @@ class Mixer(nn.Module):
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Beta and log decay, both `[B, T, H]` float32."""
-        gates = at_least_float32(self.beta_decay_proj(x))
+        gates = at_least_float32(project_aligned(self.beta_decay_proj, x))
         if not self.decays:
             return self._beta(gates), None
         beta, a = gates.chunk(2, dim=-1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgelin.layers import GatedRMSNorm, at_least_float32
+from edgelin.layers import GatedRMSNorm, at_least_float32, project_in_parts
 from edgelin.mixers import HeadSizes
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
@@ -64,7 +64,7 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         name = f"recurrent.{self.layer}"
-        parts = self.qkv_gate_proj(x).split(self.sizes, dim=-1)
+        parts = project_in_parts(self.qkv_gate_proj, x, self.sizes)
         q, k, v, gate = (part.unflatten(-1, (c.num_heads, -1)) for part in parts)
         decay = at_least_float32(self.decay_out_proj(self.decay_in_proj(x)))
         # -softplus(-x) is log sigmoid(x), and stays finite in the exported graph.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
-from edgelin.layers import RMSNorm, at_least_float32
+from edgelin.layers import RMSNorm, at_least_float32, project_in_parts
 from edgelin.mixers import HeadSizes, check_eps
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
@@ -84,7 +84,7 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         name = f"recurrent.{self.layer}"
-        q, v = self.qv_proj(x).split(self.sizes, dim=-1)
+        q, v = project_in_parts(self.qv_proj, x, self.sizes)
         k, g = self._gates(x)
         q, k, v, g = (a.unflatten(-1, (c.num_heads, -1)) for a in (F.silu(q), k.to(v.dtype), v, g))
         o, after = linear(q, k, v, g, state[name], scale=c.key_dim**-0.5, lengths=lengths)

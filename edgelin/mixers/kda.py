@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.initial import step_bias
-from edgelin.layers import RMSNorm, at_least_float32
+from edgelin.layers import RMSNorm, at_least_float32, project_in_parts
 from edgelin.mixers import gated_deltanet
 from edgelin.mixers.gated_deltanet import DeltaSizes
 from edgelin.recurrences import MIN_LOG_DECAY
@@ -71,7 +71,7 @@ class Mixer(gated_deltanet.Mixer):
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Beta `[B, T, H]` and log decay `[B, T, H, K]`, float32."""
         c = self.config
-        beta, low = self.beta_decay_proj(x).split([c.num_heads, c.value_dim], dim=-1)
+        beta, low = project_in_parts(self.beta_decay_proj, x, [c.num_heads, c.value_dim])
         step = at_least_float32(self.decay_out_proj(low)) + at_least_float32(self.dt_bias)
         step = step.unflatten(-1, (c.num_heads, c.key_dim))
         rate = at_least_float32(self.A_log).exp()[:, None]

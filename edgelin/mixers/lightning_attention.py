@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
-from edgelin.layers import RMSNorm
+from edgelin.layers import RMSNorm, project_in_parts
 from edgelin.mixers import HeadSizes, check_eps
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
@@ -72,7 +72,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"recurrent.{self.layer}"
-        *qkv, gate = self.qkv_gate_proj(x).split(self.sizes, dim=-1)
+        *qkv, gate = project_in_parts(self.qkv_gate_proj, x, self.sizes)
         q, k, v = (F.silu(part).unflatten(-1, (self.config.num_heads, -1)) for part in qkv)
         g = self._log_decay(state[name]).expand(*x.shape[:2], -1)
         o, after = linear(q, k, v, g, state[name], lengths=lengths)

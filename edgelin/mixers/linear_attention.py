@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from edgelin import feature_maps
 from edgelin.errors import EdgelinError
-from edgelin.layers import RMSNorm
+from edgelin.layers import RMSNorm, project_in_parts
 from edgelin.mixers import HeadSizes, check_eps, check_sizes
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
@@ -156,7 +156,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
-        qk, v = self.qkv_proj(x).split(self.sizes, dim=-1)
+        qk, v = project_in_parts(self.qkv_proj, x, self.sizes)
         q, k = self.feature_map(qk.unflatten(-1, (2 * c.num_heads, c.key_dim)))
         v = v.unflatten(-1, (c.num_heads, c.value_dim))
         if c.compensated:

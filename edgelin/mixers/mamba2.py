@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.initial import step_bias
-from edgelin.layers import GroupedGatedRMSNorm, at_least_float32
+from edgelin.layers import GroupedGatedRMSNorm, at_least_float32, project_aligned
 from edgelin.mixers import check_sizes
 from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.linear import linear
@@ -142,7 +142,7 @@ class Mixer(nn.Module):
         )
         u, groups = u.split([self.inner_size, 2 * self.group_size], dim=-1)
         u = u.unflatten(-1, (c.num_heads, c.head_dim))
-        dt = at_least_float32(self.dt_proj(x)) + at_least_float32(self.dt_bias)
+        dt = at_least_float32(project_aligned(self.dt_proj, x)) + at_least_float32(self.dt_bias)
         dt = F.softplus(dt)
         if c.min_dt > 0 or c.max_dt is not None:
             dt = dt.clamp(c.min_dt, c.max_dt)

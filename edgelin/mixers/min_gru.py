@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgelin.layers import at_least_float32
+from edgelin.layers import at_least_float32, project_in_parts
 from edgelin.mixers import check_sizes
 from edgelin.recurrences.diagonal import diagonal
 from edgelin.state import StateSpec
@@ -63,7 +63,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"ssm.{self.layer}"
-        u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
+        u, gate = project_in_parts(self.in_gate_proj, x, [self.config.inner_size] * 2)
         z = at_least_float32(self.decay_proj(x))
         one = torch.ones(self.config.inner_size, 1, dtype=z.dtype, device=x.device)
         b, g = (v.unflatten(-1, one.shape) for v in (z.sigmoid(), -F.softplus(z)))

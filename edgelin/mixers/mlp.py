@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
+from edgelin.layers import project_in_parts
 from edgelin.model_config import MOST_WIDTH, check_range
 from edgelin.state import StateSpec
 
@@ -75,7 +76,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Map `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         if self.config.gated:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            gate, up = project_in_parts(self.gate_up_proj, x, [self.config.intermediate_size] * 2)
             return self.down_proj(self._activated(gate) * up), {}
         return self.down_proj(self._activated(self.up_proj(x))), {}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
-from edgelin.layers import HeadLayerNorm, at_least_float32
+from edgelin.layers import HeadLayerNorm, at_least_float32, project_aligned, project_in_parts
 from edgelin.mixers import HeadSizes, check_eps
 from edgelin.recurrences.linear import linear
 from edgelin.recurrences.running_max import stabilised
@@ -70,8 +70,8 @@ class Mixer(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         heads = config.num_heads
-        value_size = heads * config.value_dim
-        self.sizes = [2 * heads * config.key_dim, value_size, value_size]
+        key_size, value_size = (heads * n for n in (config.key_dim, config.value_dim))
+        self.sizes = [key_size, key_size, value_size, value_size]
         self.qkv_gate_proj = nn.Linear(hidden_size, sum(self.sizes), bias=config.bias)
         self.beta_decay_proj = nn.Linear(hidden_size, 2 * heads)
         self.norm = HeadLayerNorm(heads, config.value_dim, config.norm_eps or norm_eps)
@@ -101,10 +101,9 @@ class Mixer(nn.Module):
         c = self.config
         names = [spec.name for spec in self.state_specs()]
         matrix, sums, maximum = (state[name] for name in names)
-        qk, v, out_gate = self.qkv_gate_proj(x).split(self.sizes, dim=-1)
-        q, k = qk.unflatten(-1, (2 * c.num_heads, c.key_dim)).chunk(2, dim=2)
-        v = v.unflatten(-1, (c.num_heads, c.value_dim))
-        gates = at_least_float32(self.beta_decay_proj(x)) / c.gate_softcap
+        *qkv, out_gate = project_in_parts(self.qkv_gate_proj, x, self.sizes)
+        q, k, v = (part.unflatten(-1, (c.num_heads, -1)) for part in qkv)
+        gates = at_least_float32(project_aligned(self.beta_decay_proj, x)) / c.gate_softcap
         i, f = (c.gate_softcap * torch.tanh(gates)).chunk(2, dim=-1)
         gate, decay, m, maximum = stabilised(i, -F.softplus(-f), maximum, lengths)
         k = (k * gate[..., None]).to(v.dtype)

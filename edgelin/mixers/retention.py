@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from edgelin.errors import EdgelinError
-from edgelin.layers import GatedRMSNorm, rotary_angles, rotate
+from edgelin.layers import GatedRMSNorm, project_in_parts, rotary_angles, rotate
 from edgelin.mixers import HeadSizes
 from edgelin.recurrences.linear import linear
 from edgelin.state import StateSpec
@@ -73,7 +73,7 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         name = f"recurrent.{self.layer}"
-        qk, v, gate = self.qkv_gate_proj(x).split(self.sizes, dim=-1)
+        qk, v, gate = project_in_parts(self.qkv_gate_proj, x, self.sizes)
         qk = qk.unflatten(-1, (2 * c.num_heads, c.key_dim))
         angles = rotary_angles(position, x.shape[1], self._frequencies(x.device))
         q, k = rotate(qk, angles[:, :, None]).chunk(2, dim=2)

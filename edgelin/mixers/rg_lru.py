@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.initial import softplus_inverse
-from edgelin.layers import at_least_float32
+from edgelin.layers import at_least_float32, project_in_parts
 from edgelin.mixers import check_sizes
 from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.diagonal import diagonal
@@ -105,7 +105,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         conv_name, ssm_name = f"conv.{self.layer}", f"ssm.{self.layer}"
-        u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
+        u, gate = project_in_parts(self.in_gate_proj, x, [self.config.inner_size] * 2)
         u, conv = short_convolution(u, self.conv_weight, self.conv_bias, state[conv_name], lengths)
         r, i = self._gates(u).chunk(2, dim=-1)
         loss = r * (_POWER * F.softplus(at_least_float32(self.Lambda)))  # -log a

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
-from edgelin.layers import at_least_float32
+from edgelin.layers import at_least_float32, project_in_parts
 from edgelin.mixers import check_sizes
 from edgelin.recurrences.diagonal import diagonal
 from edgelin.recurrences.rnn import ACTIVATIONS, rnn
@@ -93,7 +93,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"rnn.{self.layer}"
-        u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
+        u, gate = project_in_parts(self.in_gate_proj, x, [self.config.inner_size] * 2)
         recur = self._elementwise if self.config.recurrence == "elementwise" else self._full
         z, after = recur(u, state[name], lengths)
         return self.out_proj(z * F.silu(gate)), {name: after}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from edgelin.layers import project_in_parts
 from edgelin.mixers import check_sizes
 from edgelin.recurrences.conv import short_convolution
 from edgelin.state import StateSpec
@@ -68,6 +69,6 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         name = f"conv.{self.layer}"
-        b, c, u = self.in_proj(x).chunk(3, dim=-1)
+        b, c, u = project_in_parts(self.in_proj, x, [self.hidden_size] * 3)
         y, tail = short_convolution(b * u, self.conv_weight, self.conv_bias, state[name], lengths)
         return self.out_proj(c * y), {name: tail}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
-from edgelin.layers import at_least_float32
+from edgelin.layers import at_least_float32, project_in_parts
 from edgelin.mixers import check_sizes
 from edgelin.recurrences.diagonal import diagonal
 from edgelin.recurrences.lti.discretise import check_method
@@ -117,7 +117,7 @@ class GatedBlock(nn.Module):
         self, x: Tensor, state: dict[str, Tensor], position: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
-        u, gate = self.in_gate_proj(x).chunk(2, dim=-1)
+        u, gate = project_in_parts(self.in_gate_proj, x, [len(self.D)] * 2)
         y, after = self.recur(u, state, lengths)
         y = y + self.D.to(y.dtype) * u
         return self.out_proj(y * F.silu(gate)), after

@@ -15,7 +15,7 @@ from loops.common import EPS, HIDDEN, LAYER
 from loops.shared_block import embedding_of
 from torch import Tensor, nn
 
-from edgelin import mixers
+from edgelin import layers, mixers
 from edgelin.config import ModelConfig
 from edgelin.errors import EdgelinError
 from edgelin.export import passes
@@ -116,6 +116,15 @@ def test_one_call_is_the_loop(case: str, batch: int, time: int) -> None:
     expected = truth(case, x, state, position)
     check(call(mixer, x.float(), as_float32(state), position), expected, 2e-5)
     check(call(mixer.double(), x, state, position), expected, 1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_as_on_a_gpu_are_the_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_is_on_gpu", lambda x: True)
+    mixer = build(case)
+    x, state = numbers(3, 65, HIDDEN, seed=2), filled_state(mixer, 3)
+    position = torch.tensor([0, 3, 1_000_000])
+    check(call(mixer.double(), x, state, position), truth(case, x, state, position), 1e-9)
 
 
 @pytest.mark.parametrize("case", CASES)
