@@ -25,7 +25,12 @@ from torch.nn import functional as F
 
 from edgelin.errors import EdgelinError
 from edgelin.initial import step_bias
-from edgelin.layers import GroupedGatedRMSNorm, at_least_float32, project_aligned
+from edgelin.layers import (
+    GroupedGatedRMSNorm,
+    at_least_float32,
+    project_aligned,
+    project_in_parts,
+)
 from edgelin.mixers import check_sizes
 from edgelin.recurrences.conv import short_convolution
 from edgelin.recurrences.linear import linear
@@ -136,7 +141,8 @@ class Mixer(nn.Module):
         """Mix `[B, T, hidden_size]`; see :mod:`edgelin.mixers`."""
         c = self.config
         conv_name, recurrent_name = f"conv.{self.layer}", f"recurrent.{self.layer}"
-        gate, u = self.in_proj(x).split([self.inner_size, self.conv_channels], dim=-1)
+        sizes = [self.inner_size, self.conv_channels]
+        gate, u = project_in_parts(self.in_proj, x, sizes)
         u, conv = short_convolution(
             u, self.conv_weight, self.conv_bias, state[conv_name], lengths, activation="silu"
         )
