@@ -20,11 +20,11 @@ Conventions: the projection back into the residual stream is ``out_proj`` (its i
 shrink with depth); projections that make gates of the recurrence have ``beta`` or ``decay`` in
 their names (they stay float in quantised graphs); a projection that is cut into parts goes through
 :func:`edgelin.layers.project_in_parts`, one of a few columns a head through
-:func:`edgelin.layers.project_aligned`, which make training faster on a GPU; an optional ``reset_parameters()`` runs after
-the model's own initialisation; an optional ``Config.export_obstacle`` says in a line why a mixer
-of these sizes trains but can't be exported (None: it can); an optional ``step_form()`` returns the
-module that is exported in the mixer's place, with states of its own. A mixer around one matrix
-``[H, K, V]`` extends :class:`HeadSizes`.
+:func:`edgelin.layers.project_aligned`, which make training faster on a GPU; an optional
+``reset_parameters()`` runs after the model's own initialisation; an optional
+``Config.export_obstacle`` says in a line why a mixer of these sizes trains but can't be exported
+(None: it can); an optional ``step_form()`` returns the module that is exported in the mixer's
+place, with states of its own. A mixer around one matrix ``[H, K, V]`` extends :class:`HeadSizes`.
 """
 
 from __future__ import annotations
