@@ -37,7 +37,8 @@ from triton.runtime.jit import JITFunction
 from edgelin.recurrences import delta, diagonal, dplr, linear, packed
 from edgelin.recurrences.operator import Operator
 
-OPERATORS = [linear._linear, linear._normalized, delta._delta, delta.packed_rows.run, dplr._dplr,
+OPERATORS = [linear._linear, linear._normalized, linear.packed_rows.run,
+             linear.packed_rows.run_normalized, delta._delta, delta.packed_rows.run, dplr._dplr,
              dplr.packed_rows.run, diagonal._diagonal]  # fmt: skip
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

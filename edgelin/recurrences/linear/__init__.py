@@ -36,9 +36,10 @@ from edgelin.recurrences import packed, widths
 from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
-from edgelin.recurrences.linear import chunked, delayed
+from edgelin.recurrences.linear import chunked, delayed, packed_rows
 from edgelin.recurrences.operator import Operator
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]  # q, k, v, g, state
 _ARGUMENTS = Arguments(
     ("g", "state", "normalizer"), v="BTHV", q="BTHK", k="BTHK", g="BTH|BTHK", state="RHKV",
     bonus="HK", normalizer="RHK", floor="BTH",
@@ -99,6 +100,8 @@ def linear(
         raise ValueError("floor is given without a normalizer, need both or none")
     packed.refuse_both(cu_seqlens, lengths)
     k, g = masked(k, lengths), None if g is None else masked(g, lengths)
+    if cu_seqlens is not None and q.is_cuda and bonus is None:
+        return _packed(cu_seqlens, (q, k, v, g, state), normalizer, floor, scale, eps)
     if normalizer is not None and cu_seqlens is None and _takes_column(q, k, v, g):
         return _normalized(q, k, v, g, state, normalizer, floor, scale, eps)
 
@@ -110,11 +113,25 @@ def linear(
 
     recur = partial(_within_widths, run)
     if cu_seqlens is not None:
-        recur = partial(_packed, recur, cu_seqlens)
-    o, state = recur(q, k, v, g, state)
+        recur = partial(_padded, recur, cu_seqlens)
+    outputs = _divided(recur, (q, k, v, g, state), normalizer, floor, eps)
     if bonus is not None:
+        o, state = outputs
         own = scale * (q.to(state.dtype) * bonus.to(state.dtype) * k).sum(-1, keepdim=True)
-        o = (o + own * v).to(v.dtype)
+        return (o + own * v).to(v.dtype), state
+    return outputs
+
+
+def _divided(
+    recur: widths.Recurrence,
+    inputs: Inputs,
+    normalizer: Tensor | None,
+    floor: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Run it, and with a normaliser once more for what it is divided by."""
+    q, k, v, g, state = inputs
+    o, state = recur(*inputs)
     if normalizer is None:
         return o, state
     ones, z = _one_column(q, k, normalizer)
@@ -155,6 +172,33 @@ def _within_widths(
 
 
 def _packed(
+    cu_seqlens: Tensor,
+    inputs: Inputs,
+    normalizer: Tensor | None,
+    floor: Tensor | None,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Run it over packed sequences, by kernels that read them as they are."""
+    steps = [x for x in (*inputs[:4], floor) if x is not None]
+    ends = packed.ends_of(cu_seqlens, steps, [inputs[4]])
+    if normalizer is not None and _takes_column(*inputs[:4]):
+        return packed_rows.run_normalized(*inputs, normalizer, floor, scale, eps, ends)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        o, after = packed_rows.run(q, k, v, g, state, scale, ends)
+        return o, after
+
+    return _divided(partial(_within_widths, run), inputs, normalizer, floor, eps)
+
+
+# How many tokens a sequence has is known only when they are counted.
+_packed = torch.compiler.disable(_packed, reason="Python reads the lengths of packed sequences")
+
+
+def _padded(
     recur: widths.Recurrence,
     cu_seqlens: Tensor,
     q: Tensor,
@@ -163,7 +207,7 @@ def _packed(
     g: Tensor | None,
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Run it over packed sequences: keys and decays of zero leave the state as it is."""
+    """Run it over packed sequences in batches: keys and decays of zero leave a state as it is."""
 
     def call(*inputs: Any) -> tuple[Tensor, Tensor]:
         return recur(*inputs[:-1])
@@ -271,13 +315,8 @@ def _normalized_backward(
     )
 
 
-def _allocate(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
-    """Memory for n."""
-    return [torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)]
-
-
 _linear = Operator("linear", _forward, _backward, outputs=("v", "state"))
 _normalized = Operator(
     "linear_normalized", _normalized_forward, _normalized_backward,
-    outputs=("v", "state", "normalizer"), allocate=_allocate, reads=(0,),
+    outputs=("v", "state", "normalizer"), allocate=packed_rows.allocate, reads=(0,),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from edgelin.recurrences.linear.kernel_decays import (
     load_rows,
     store_rows,
 )
-from edgelin.recurrences.linear.kernel_passes import end_product, sum_back
+from edgelin.recurrences.linear.kernel_passes import end_product, put_last, sum_back
 from edgelin.recurrences.linear.kernel_places import ends_row, number_of, place
 from edgelin.recurrences.linear.kernel_segments import put_segment
 
@@ -204,10 +204,9 @@ def attend(
         if REV:
             last = _first_decay(g, before + start, i_h, o_y, start < T, H, Y)
             state *= tl.exp(last)[None, :] * out_scale
-        p_final = final + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
-        if PACKED and WEIGH and not REV:  # where dk looks for it
-            p_final = ends + s_e + cells
-        tl.store(p_final, state, mask=in_state)
+        kept: tl.constexpr = PACKED and WEIGH and not REV
+        p_slot = s_e + i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s
+        put_last(final, ends, state, i_n, p_slot, s_x, s_y, o_x, o_y, X, Y, kept)
 
 
 @triton.jit

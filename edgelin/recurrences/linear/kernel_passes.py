@@ -255,6 +255,38 @@ def _divided(acc, sums, eps, p_sums, p_floor, live, is_first, FLOORED: tl.conste
 
 
 @triton.jit
+def put_last(final, ends, state, i_n, p_slot, s_x, s_y, o_x, o_y,
+             X: tl.constexpr, Y: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
+    """Store the state `[BX, BY]` behind the last segment, for the pass of dk if it is ``KEPT``."""
+    if KEPT:
+        p = ends + p_slot + o_x[:, None] * s_x + o_y[None, :] * s_y
+    else:
+        p = final + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
+    tl.store(p, state, mask=(o_x[:, None] < X) & (o_y[None, :] < Y))
+
+
+@triton.jit
+def _finish(
+    state, z, final, ends, final_z, ends_z, places, T, chunks, out_scale, s_b, s_s, s_x, s_y,
+    s_e, i_n, i_r, i_s, first, count, i_o, o_x, o_y,
+    H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, BT: tl.constexpr,
+    INNER: tl.constexpr, REV: tl.constexpr, NORM: tl.constexpr,
+    PACKED: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Store the states behind the last segment, if this is it."""
+    if PACKED:  # read again: over the loop these numbers would hold registers
+        i_n, _h, i_r, i_s, _b, T, first, count, _r = place(places, T, chunks, H, BT, PACKED)
+    if ends_row(i_s, first, count, T, BT, REV, PACKED):
+        factor = out_scale if REV else 1.0
+        p_slot = s_e + i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s
+        put_last(final, ends, state * factor, i_n, p_slot, s_x, s_y, o_x, o_y, X, Y, KEPT)
+        if NORM:
+            own = (not INNER) | (i_o == 0)
+            p_z = ends_z + p_slot // X if KEPT else final_z + i_n * Y
+            tl.store(p_z + o_y, z * factor, mask=(o_y < Y) & own)
+
+
+@triton.jit
 def attend(
     a, x, y, g, enter, leave, far, h, ends, out, final, m, w,
     column, h_z, ends_z, final_z, floor, places, T, chunks, h_scale, out_scale,
@@ -299,8 +331,7 @@ def attend(
     if MODE == KEY:
         n = first + (tl.maximum(count, 1) - 1 if REV else 0)
         state *= tl.exp(halves(enter, row, n, o_y, T, Y, BT, step))[None, :]
-    if PACKED:
-        s_w = tl.load(places + COLUMNS - 1) * H
+    s_w = tl.load(places + COLUMNS - 1) * H if PACKED else s_w
     for c in range(0, count):
         n = first + (count - 1 - c if REV else c)
         live = n * BT + o_t < T
@@ -327,15 +358,8 @@ def attend(
                 PARTS,
             )  # fmt: skip
         _put_rows(out, acc, token, o_t, o_x, o_y, live, H, X, Y, INNER)
-    if ends_row(i_s, first, count, T, BT, REV, PACKED):
-        factor = out_scale if REV else 1.0
-        p_final = final + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
-        if PACKED and WEIGH and not REV:  # where dk looks for it
-            p_final = ends + s_e + cells
-        tl.store(p_final, state * factor, mask=in_state)
-        if NORM:
-            own = (not INNER) | (i_o == 0)
-            p_final = final_z + i_n * Y
-            if PACKED and WEIGH and not REV:
-                p_final = ends_z + s_e // X + p_z
-            tl.store(p_final + o_y, z * factor, mask=(o_y < Y) & own)
+    _finish(
+        state, z, final, ends, final_z, ends_z, places, T, chunks, out_scale, s_b, s_s, s_x, s_y,
+        s_e, i_n, i_r, i_s, first, count, i_o, o_x, o_y,
+        H, X, Y, BT, INNER, REV, NORM, PACKED, PACKED and WEIGH and not REV,
+    )  # fmt: skip

@@ -173,4 +173,4 @@ def _tables(tables: list[np.ndarray], device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
         whole = whole.pin_memory()
     pieces = whole.to(device, non_blocking=True).split([len(x) for x in flat])
-    return [x[: y.size].view(y.shape) for x, y in zip(pieces, tables, strict=True)]
+    return [x.narrow(0, 0, y.size).view(y.shape) for x, y in zip(pieces, tables, strict=True)]
