@@ -110,8 +110,7 @@ def _both(operator: Operator) -> Callable[..., tuple[torch.Tensor, ...]]:
         ups = [torch.empty_like(y) for y in outputs]
         read = [made[i] for i in operator.reads]
         kept: list[Any] = [] if operator.allocate is None else [[*read, *made[-1]]]
-        last = operator.required
-        operator.run_backward(*inputs[:last], *ups, *inputs[last:], *kept)
+        operator.run_backward(*inputs, *ups, *kept)
         return outputs
 
     return run

@@ -88,21 +88,27 @@ class Launch:
         kernel: A function of ``triton.jit``.
         grid: Numbers of programs.
         numbers: The arguments after the tensors.
+        tiles: Programs beside each other on the first axis of the grid that share a segment.
         constants: The ``constexpr`` arguments after these, and ``num_warps`` and the like.
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], *numbers: int | float, **constants: Any
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *numbers: int | float,
+        tiles: int = 1,
+        **constants: Any,
     ) -> None:
-        self.kernel, self.numbers, self.constants = kernel, numbers, constants
+        self.kernel, self.numbers, self.constants, self.tiles = kernel, numbers, constants, tiles
         self.full_grid = (*grid, 1, 1)[:3]
         self.compiled: dict[int, Compiled] = {}
 
     def __call__(self, *tensors: Tensor, programs: int | None = None) -> None:
-        """Start the programs, of the grid or with ``programs`` for its first number."""
+        """Start the programs, of the grid or with ``programs`` x tiles for its first number."""
         device, grid = tensors[0].get_device(), self.full_grid
         if programs is not None:
-            grid = (programs, *grid[1:])
+            grid = (programs * self.tiles, *grid[1:])
         compiled = self.compiled.get(device)
         if compiled is None or not _fit(tensors, compiled.dtypes):
             self._through_triton(device, grid, tensors)

@@ -33,10 +33,11 @@ class Operator:
     Args:
         name: Of the op in the namespace ``edgelin``.
         forward: Maps the inputs, tensors (some may be None) before numbers, to the outputs and,
-            with ``allocate``, a list of what is kept. Its annotations are the schema of the op.
-        backward: Maps the same, the gradients of the outputs (before inputs with defaults) and,
-            with ``allocate``, what is kept (or nothing), to contiguous gradients of all tensors,
-            empty for None. It can't be differentiated again.
+            with ``allocate``, a list of what is kept. Its annotations are the schema of the op; no
+            input has a default.
+        backward: Maps the same, the gradients of the outputs and, with ``allocate``, what is kept
+            (or nothing), to contiguous gradients of all tensors, empty for None. It can't be
+            differentiated again.
         outputs: For every output the input that has its shape and dtype, by name.
         allocate: Maps the inputs to tensors of the shapes of what is kept; None: nothing is.
         reads: Places of outputs that ``backward`` goes on from, before the rest of what is kept.
@@ -55,7 +56,6 @@ class Operator:
         self.name, self.run, self.run_backward = name, forward, backward
         self.allocate, self.reads = allocate, reads
         self.tensors = sum(hints[name] in (Tensor, Tensor | None) for name in given)
-        self.required = sum(p.default is p.empty for p in given.values())
         self.like = [list(given).index(name) for name in outputs]
         whole = torch.library.infer_schema(forward, mutates_args=())
         self.op = self._register(name, self._outputs, whole.replace(", Tensor[])", ")"))
@@ -141,7 +141,7 @@ class Operator:
             torch.zeros_like(inputs[i]) if up is None else up
             for up, i in zip(grads, self.like, strict=False)
         ]
-        given = (*inputs[: self.required], *ups, *inputs[self.required :])
+        given = (*inputs, *ups)
         kept = list(saved[self.tensors :])
         if transforms.are_active():
             found = self.transformed_backward.apply(*given, *kept)

@@ -88,7 +88,7 @@ def test_gradients(decay):
 
     def op(q, k, v, *rest):
         g = rest[0] if len(rest) == 2 else None
-        return torch.ops.edgelin.linear(q, k, v, g, rest[-1], 0.7)
+        return torch.ops.edgelin.linear(q, k, v, g, rest[-1], 0.7, False)
 
     assert torch.autograd.gradcheck(op, given)
     inputs = make(decay, 66, dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_floor_stops_gradient():
 def test_op_registration():
     """Schema, fake and autograd registrations agree, so torch.compile and export can trace."""
     q, k, v, g, state = (x.requires_grad_() for x in make("key", 7))
-    for arguments in ((q, k, v, g, state, 0.5), (q, k, v, None, state, 0.5)):
+    for arguments in ((q, k, v, g, state, 0.5, False), (q, k, v, None, state, 0.5, False)):
         torch.library.opcheck(
             torch.ops.edgelin.linear.default,
             arguments,
@@ -124,7 +124,7 @@ def test_op_registration():
 def test_backward_fake(decay):
     """The backward op's fake has the layout of its results (opcheck cannot look into vjp)."""
     q, k, v, g, state = make(decay, 7)
-    arguments = (q, k, v, g, state, 0.5, torch.ones_like(v), state)
+    arguments = (q, k, v, g, state, 0.5, False, torch.ones_like(v), state, [])
     real = torch.ops.edgelin.linear_backward(*arguments)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -196,8 +196,11 @@ def run_kernel(inputs, scale, device):
     rng = torch.Generator().manual_seed(1)
     grads = [torch.randn(x.shape, generator=rng).to(x.dtype) for x in (v, state)]
     moved = [None if x is None else x.to(device) for x in inputs]
-    results = kernel.forward(*moved, scale)
-    found = kernel_backward.backward(*moved, scale, *(x.to(device) for x in grads))
+    *results, kept = kernel.forward(*moved, scale)
+    assert [x.shape for x in kept] == [x.shape for x in kernel.allocate(*moved[:3])]
+    ups = [x.to(device) for x in grads]
+    found = kernel_backward.backward(*moved, scale, *ups, kept)
+    assert all(map(torch.equal, found, kernel_backward.backward(*moved, scale, *ups)))
     if g is None:
         assert found[3].numel() == 0
         found = (*found[:3], found[4])
@@ -262,7 +265,7 @@ def test_kernel_normaliser(decay, device):
 
     q, k, v, g, state = make(decay, 33, value=1, dtype=torch.bfloat16)
     inputs = (q, k, torch.ones(v.shape), g, state)
-    results = kernel.forward(*(None if x is None else x.to(device) for x in inputs), 0.3)
+    *results, _ = kernel.forward(*(None if x is None else x.to(device) for x in inputs), 0.3)
     for got, want in zip(results, loop(*inputs, 0.3), strict=True):
         assert got.dtype == torch.float32
         assert error(got, want) < 5e-6
@@ -276,7 +279,7 @@ def test_kernel_strided_inputs(device):
     packed = torch.cat([q, k, v], -1).to(device)
     parts = packed.split(6, -1)
     turned = g.to(device).transpose(1, 2).contiguous().transpose(1, 2)
-    o, _ = kernel.forward(*parts, turned, state.to(device), 1.0)
+    o, *_ = kernel.forward(*parts, turned, state.to(device), 1.0)
     assert error(o, loop(q, k, v, g, state, 1.0)[0]) < 5e-6
 
 

@@ -118,7 +118,7 @@ def test_op_registration(decay):
         (q, k, v, g, state, 0.5, True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
-    arguments = (q, k, v, g, state, 0.5, torch.ones_like(v), state, True)
+    arguments = (q, k, v, g, state, 0.5, True, torch.ones_like(v), state, [])
     real = torch.ops.edgelin.linear_backward(*arguments)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -148,7 +148,11 @@ def test_delayed_forms(decay):
     grads = [torch.randn_like(inputs[2]), torch.randn_like(inputs[4])]
     *moved, state = inputs
     got = delayed.forward(reference.forward, moved, state, 0.3)
-    found = delayed.backward(torch.ops.edgelin.linear_backward, moved, state, 0.3, *grads)
+
+    def backward(*arguments):
+        return torch.ops.edgelin.linear_backward(*arguments[:6], False, *arguments[6:], [])
+
+    found = delayed.backward(backward, moved, state, 0.3, *grads)
     want, results = true_gradients(inputs, 0.3, grads, True)
     assert all(x.is_contiguous() for x in (*got, *found))
     found = [x for x in found if x.numel()]
@@ -166,7 +170,8 @@ def test_kernel(time, dtype, decay, device):
     # In bfloat16 the kernels get multiples of 64 only (edgelin.recurrences.widths).
     key, value = (64, 64) if dtype == torch.bfloat16 else (20, 12)
     inputs = make(decay, time, heads=1, key=key, value=value, dtype=dtype)
-    grads = [torch.randn_like(x) for x in (inputs[2], inputs[4])]
+    rng = torch.Generator().manual_seed(1)
+    grads = [torch.randn(x.shape, generator=rng).to(x.dtype) for x in (inputs[2], inputs[4])]
     *moved, state = (None if x is None else x.to(device) for x in inputs)
     do, dstate = (x.to(device) for x in grads)
     got = delayed.forward(kernel.forward, moved, state, 0.3)

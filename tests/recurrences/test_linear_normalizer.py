@@ -67,8 +67,11 @@ def run(made: Inputs, ups: list[Tensor], device: str) -> dict[str, Tensor]:
 
     moved = [None if x is None else x.to(device) for x in made]
     *outputs, kept = kernel_normalizer.forward(*moved, SCALE, EPS)
+    assert [x.shape for x in kept] == [x.shape for x in kernel_normalizer.allocate(*moved[:3])]
     ups = [up.to(device) for up in ups]
     grads = kernel_normalizer.backward(*moved, SCALE, EPS, *ups, [outputs[0], *kept])
+    again = kernel_normalizer.backward(*moved, SCALE, EPS, *ups, [outputs[0], kept[0]])
+    assert all(map(torch.equal, grads, again))
     results = dict(zip(("o", "last", "z"), outputs, strict=True))
     for name, x, grad in zip(NAMES, made, grads, strict=True):
         if x is None:

@@ -222,17 +222,34 @@ def _forward(
     g: Tensor | None,
     state: Tensor,
     scale: float,
-    exclusive: bool = False,
-) -> tuple[Tensor, Tensor]:
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The recurrence without normaliser and bonus, on the device of its inputs."""
     if q.is_cuda:
         from edgelin.recurrences.linear import kernel
 
         if exclusive:
-            return delayed.forward(kernel.forward, (q, k, v, g), state, scale)
+            return *delayed.forward(kernel.forward, (q, k, v, g), state, scale), []
         return kernel.forward(q, k, v, g, state, scale)
     o, final = chunked.forward(q, k, v, g, state, scale, exclusive)
-    return o.contiguous(), final.contiguous()
+    return o.contiguous(), final.contiguous(), []
+
+
+def _states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    exclusive: bool,
+) -> list[Tensor]:
+    """Memory for what :func:`_forward` keeps."""
+    if exclusive or not q.is_cuda:
+        return []
+    from edgelin.recurrences.linear import kernel
+
+    return kernel.allocate(q, k, v)
 
 
 def _backward(
@@ -242,18 +259,19 @@ def _backward(
     g: Tensor | None,
     state: Tensor,
     scale: float,
+    exclusive: bool,
     do: Tensor,
     dstate: Tensor,
-    exclusive: bool = False,
+    kept: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g (empty without g) and state; recomputes what it needs."""
+    """Gradients of q, k, v, g (empty without g) and state; what was not kept is recomputed."""
     if q.is_cuda:
         from edgelin.recurrences.linear import kernel_backward
 
         run = kernel_backward.backward
         if exclusive:
             return delayed.backward(run, (q, k, v, g), state, scale, do, dstate)
-        return run(q, k, v, g, state, scale, do, dstate)
+        return run(q, k, v, g, state, scale, do, dstate, kept)
     given = [x for x in (q, k, v, state, g) if x is not None]
     # torch.func: below the dispatcher's autograd keys, torch.autograd would record nothing.
     pull: Any = torch.func.vjp(partial(_chunked, scale, exclusive), *given)[1]
@@ -286,7 +304,7 @@ def _normalized_forward(
     scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """With the normaliser, on a GPU; it keeps n of :mod:`kernel_normalizer`."""
+    """With the normaliser, on a GPU; it keeps what :mod:`kernel_normalizer` says."""
     from edgelin.recurrences.linear import kernel_normalizer
 
     return kernel_normalizer.forward(q, k, v, g, state, normalizer, floor, scale, eps)
@@ -315,8 +333,15 @@ def _normalized_backward(
     )
 
 
-_linear = Operator("linear", _forward, _backward, outputs=("v", "state"))
+def _normalized_states(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    """Memory for what :func:`_normalized_forward` keeps."""
+    from edgelin.recurrences.linear import kernel_normalizer
+
+    return kernel_normalizer.allocate(q, k, v)
+
+
+_linear = Operator("linear", _forward, _backward, outputs=("v", "state"), allocate=_states)
 _normalized = Operator(
     "linear_normalized", _normalized_forward, _normalized_backward,
-    outputs=("v", "state", "normalizer"), allocate=packed_rows.allocate, reads=(0,),
+    outputs=("v", "state", "normalizer"), allocate=_normalized_states, reads=(0,),
 )  # fmt: skip

@@ -9,6 +9,7 @@ this; a second order in them would double what has to be compiled and measured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,17 +18,17 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def forward(
-    run: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, state: Tensor, scale: float
+    run: Callable[..., tuple[Any, ...]], inputs: Inputs, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Outputs that read before the write ``[B, T, H, V]``, and the last state.
 
     Args:
-        run: ``chunked.forward`` or a form with its arguments.
+        run: ``chunked.forward`` or a form with its arguments; what it gives beside is dropped.
         inputs: q, k, v and g of ``chunked.forward``.
         state: ``[B, H, K, V]``.
         scale: Factor of the output.
     """
-    o, final = run(*_delay(inputs), state, scale)
+    o, final = run(*_delay(inputs), state, scale)[:2]
     return o[:, :-1].contiguous(), final
 
 

@@ -17,6 +17,8 @@ from edgelin.recurrences.linear.kernel_plan import (
     OUTPUT,
     Pass,
     Shape,
+    block_of,
+    cut,
     places_of,
     plan_of,
 )
@@ -38,8 +40,9 @@ class Column(NamedTuple):
 
     values: Tensor  # q . z of the output, or backwards its gradient [B, T, H], float32
     starts: Tensor  # the states or their gradients, as of ``Walk.starts``
-    ends: Tensor
-    final: Tensor  # the last one [B, H, K]
+    ends: Tensor  # the states before the segments
+    last: Tensor  # the last of these [B, H, K]
+    final: Tensor  # where to leave the one after the pass [B, H, K]
     floor: Tensor  # [B, T, H]
 
 
@@ -79,6 +82,7 @@ class Walk:
             chunks = cdiv(time, plan.block_t)
             self.places = in_a_batch(q, batch, heads, plan.segments, chunks)
         self.split = self._split() if self.plan.splits else None
+        self.sums = self._sums() if mode == HEAD else None
 
     def _split(self) -> Split:
         """Take the decays between tokens out of queries and keys."""
@@ -93,17 +97,27 @@ class Walk:
         plan.split()(q, k, g, *made, spans, programs=programs)
         return made
 
+    def _sums(self) -> Tensor:
+        """The decays of heads, summed over chunks."""
+        assert self.g is not None
+        sums = torch.empty(self.g.shape, dtype=self.plan.wide, device=self.g.device)
+        table, programs = self.places.spans
+        chunks = None if programs is None else programs // self.plan.shape.heads
+        self.plan.sums()(self.g, sums, table, programs=chunks)
+        return sums
+
     def _near(self, name: str) -> Tensor:
         """A tensor, without the decays between its tokens."""
         if self.split is None or name not in ("q", "k"):
             return self.tensors[name]
         return self.split.q if name == "q" else self.split.k
 
-    def _halves(self, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Log decays on the way into a chunk and out of it, and the marks of segments."""
+    def halves(self, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Log decays on the way into a chunk and out of it, and the marks of segments; with a decay
+        a head its sums, in the first place."""
         if self.split is None:
             nothing = self.tensors["q"]
-            return nothing, nothing, nothing
+            return nothing if self.sums is None else self.sums, nothing, nothing
         first, second, far = self.split[3:]
         return (second, first, far) if reverse else (first, second, far)
 
@@ -112,25 +126,24 @@ class Walk:
 
         ``initial`` is ``[B, H, K, V]`` float32, contiguous: the state, or backwards the gradient
         of the last one. With several segments they begin with the state before each, backwards its
-        gradient after it, and what is behind the last; in packed rows that is left to the pass of
-        dq.
+        gradient after it.
         """
         plan, places = self.plan, self.places
         if plan.single:
             return initial
         x, y = plan.widths(kind)
-        h = initial.new_empty((*places.slots, x, y), dtype=torch.float32)
+        h = initial.new_empty((*places.parts, x, y), dtype=torch.float32)
         total = initial.new_empty((*places.parts, y), dtype=torch.float32)
         table, programs = places.adding[kind.reverse]
-        g = self.tensors[kind.x] if self.g is None else self.g
         if not plan.by_key:
             plan.segment(kind, far=False)(
-                self._near(kind.x), self._near(kind.y), g, *self._halves(kind.reverse), h, total,
+                self._near(kind.x), self._near(kind.y), *self.halves(kind.reverse), h, total,
                 table, programs=programs,
             )  # fmt: skip
         if plan.shape.mode == KEY:
+            assert self.g is not None
             plan.segment(kind, far=True)(
-                self.tensors[kind.x], self.tensors[kind.y], g, self._halves(False)[2], h, total,
+                self.tensors[kind.x], self.tensors[kind.y], self.g, self.halves(False)[2], h, total,
                 table, programs=programs,
             )  # fmt: skip
         table, programs = places.sequences
@@ -142,7 +155,7 @@ class Walk:
         kind: Pass,
         starts: Tensor,
         weights: Tensor | None = None,
-        ends: Tensor | None = None,
+        ends: tuple[Tensor, Tensor] | None = None,
         final: Tensor | None = None,
         column: Column | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -153,8 +166,7 @@ class Walk:
             starts: From :meth:`starts`, in its direction.
             weights: For the decay's gradient, float32: dq leaves q dq there and dk makes the
                 gradient of it, ``[B, T, H, K]`` or, with a decay a head, ``[blocks, B, T, H]``.
-            ends: For dk with weights, the states before the segments; if there is one segment, the
-                last state. In packed rows dq with weights leaves there what is behind the last.
+            ends: For dk with weights, the states before the segments, and the last one.
             final: Where to leave the last state, else in new memory.
             column: Of ones, where the plan has one and the pass needs it.
 
@@ -170,14 +182,13 @@ class Walk:
         if final is None:
             states = (self.places.states, shape.heads, y, x)
             final = torch.empty(states, dtype=torch.float32, device=like.device)
-        if ends is None:
-            ends = final if plan.single else starts
+        ends = (starts, final) if ends is None else ends
         table, programs = self.places.segments
         if not plan.by_key:
             g = like if self.g is None else self.g if self.split is None else self.split.exponents
             plan.near(kind, weights is not None)(
                 self._near(kind.a), self._near(kind.x), self._near(kind.y), g,
-                *self._halves(kind.reverse), starts, ends, out, final,
+                *self.halves(kind.reverse), starts, *ends, out, final,
                 out if weights is None else self._near(kind.m), out if weights is None else weights,
                 *(column or [final] * len(Column._fields)), table, programs=programs,
             )  # fmt: skip
@@ -185,7 +196,7 @@ class Walk:
             assert self.g is not None
             plan.far(kind, weights is not None)(
                 self.tensors[kind.a], self.tensors[kind.x], self.tensors[kind.y], self.g,
-                self._halves(False)[2], starts, ends, out, final,
+                self.halves(False)[2], starts, *ends, out, final,
                 out if weights is None else self.tensors[kind.m],
                 out if weights is None else weights, table, programs=programs,
             )  # fmt: skip
@@ -218,10 +229,31 @@ def forward(
     state: Tensor,
     scale: float,
     ends: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The recurrence on a GPU: shapes as in ``chunked.forward``, K and V up to 256, scale > 0.
 
     With ``ends``, from ``packed.ends_of``, the only row holds sequences that have states each.
+
+    Returns:
+        o, the last state, and what the backward pass can go on from, as :func:`allocate` has it.
     """
     passes = walk((q, k, v, g), scale, ends=ends)
-    return passes.attend(OUTPUT, passes.starts(OUTPUT, state.contiguous()))
+    starts = passes.starts(OUTPUT, state.contiguous())
+    o, final = passes.attend(OUTPUT, starts)
+    return o, final, [] if passes.plan.single else [starts]
+
+
+def allocate(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int] | None = None) -> list[Tensor]:
+    """Memory for the states before the segments ``[B * H, segments, V, K]``, packed
+    ``[segments, H, V, K]``; none where every sequence is one segment."""
+    (batch, time, heads, value), key = v.shape, q.shape[3]
+    half = all(x.dtype == torch.bfloat16 for x in (q, k, v))
+    if ends is None:
+        parts = batch * heads, cut(batch * heads, time, block_of(half))[1]
+        single = parts[1] == 1
+    else:
+        places, single = places_of(ends, heads, half, v.device)
+        parts = places.parts
+    if single:
+        return []
+    return [torch.empty((*parts, value, key), dtype=torch.float32, device=v.device)]

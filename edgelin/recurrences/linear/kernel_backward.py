@@ -31,6 +31,7 @@ def backward(
     scale: float,
     do: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor] = (),
     ends: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the inputs.
@@ -44,13 +45,14 @@ def backward(
         scale: See q.
         do: Gradient of the output ``[B, T, H, V]``.
         dstate: Gradient of the final state ``[B, H, K, V]``, float32.
+        kept: From the forward pass, else computed again.
         ends: See q.
 
     Returns:
         dq, dk, dv, dg (float32; empty without g), and the gradient of the initial state.
     """
     walk = kernel.walk((q, k, v, g), scale, do, ends=ends)
-    dq, dk, dv, dg, dinitial = gradients(walk, state, dstate)
+    dq, dk, dv, dg, dinitial = gradients(walk, state, dstate, kept)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dinitial
 
 
@@ -58,15 +60,15 @@ def gradients(
     walk: kernel.Walk,
     state: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor] = (),
     columns: tuple[kernel.Column | None, kernel.Column | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same by the passes of a walk; ``columns``: of dq and of dk."""
     weights = _weights(walk)
-    before = walk.starts(DQ, state.contiguous())
+    before = kept[0] if kept else walk.starts(DQ, state.contiguous())
     after = walk.starts(DK, dstate.contiguous())
     dq, final = walk.attend(DQ, before, weights, column=columns[0])
-    ends = final if walk.plan.single else before
-    dk, dinitial = walk.attend(DK, after, weights, ends, column=columns[1])
+    dk, dinitial = walk.attend(DK, after, weights, (before, final), column=columns[1])
     dv, _ = walk.attend(DV, after, final=final)  # which the pass before has read
     dg = dq.new_empty(0, dtype=torch.float32) if weights is None else weights
     if walk.plan.shape.mode == HEAD:

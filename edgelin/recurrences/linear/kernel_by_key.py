@@ -145,8 +145,8 @@ def _first_decay(g, token, i_h, cols, lives, H: tl.constexpr, Y: tl.constexpr):
 
 @triton.jit
 def attend(
-    a, x, y, g, far, h, ends, out, final, m, w, places, T, chunks, h_scale, out_scale,
-    s_b, s_s, s_x, s_y, s_e,
+    a, x, y, g, far, h, ends, last, out, final, m, w, places, T, chunks, h_scale, out_scale,
+    s_b, s_s, s_x, s_y,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
     ALL: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr, WEIGH: tl.constexpr,
@@ -154,8 +154,9 @@ def attend(
     DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one segment of one head, for one block of the output's width."""
-    i_o = tl.program_id(2)
-    i_n, i_h, i_r, i_s, before, T, chunk, count, _row = place(places, T, chunks, H, BT, PACKED)
+    blocks: tl.constexpr = (X + BX - 1) // BX if INNER else (Y + BY - 1) // BY
+    pid, i_o = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i_n, i_h, i_r, i_s, before, T, chunk, count, _row = place(pid, places, T, chunks, H, BT, PACKED)
     if not ALL:
         if tl.load(far + number_of(i_r, i_s, tl.num_programs(1), H, PACKED)) == 0:
             return
@@ -172,7 +173,8 @@ def attend(
     state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
     carry = tl.zeros([BY], dtype=tl.float32)
     if WEIGH and REV:
-        carry = end_product(ends, s_e, cells, in_state, state, out_scale)
+        is_last = ends_row(i_s, chunk, count, T, BT, False, PACKED)
+        carry = end_product(ends, last, i_n, is_last, cells + s_s, o_x, o_y, state, out_scale, X, Y)
     start = chunk * BT
     stop = tl.minimum(start + count * BT, T)
     for c in range(0, count):
@@ -204,9 +206,7 @@ def attend(
         if REV:
             last = _first_decay(g, before + start, i_h, o_y, start < T, H, Y)
             state *= tl.exp(last)[None, :] * out_scale
-        kept: tl.constexpr = PACKED and WEIGH and not REV
-        p_slot = s_e + i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s
-        put_last(final, ends, state, i_n, p_slot, s_x, s_y, o_x, o_y, X, Y, kept)
+        put_last(final, state, i_n, o_x, o_y, X, Y)
 
 
 @triton.jit
@@ -218,13 +218,17 @@ def segment(
     DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """What a segment adds to the state and by which factor it multiplies it."""
-    i_o = tl.program_id(2)
-    _n, i_h, i_r, i_s, before, T, chunk, count, _row = place(places, T, chunks, H, BT, PACKED)
+    blocks: tl.constexpr = (Y + BY - 1) // BY
+    tiles: tl.constexpr = (X + BX - 1) // BX * blocks
+    pid, i_o = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    _n, i_h, i_r, i_s, before, T, chunk, count, _row = place(pid, places, T, chunks, H, BT, PACKED)
+    if not PACKED:
+        if ends_row(i_s, chunk, count, T, BT, REV, PACKED):
+            return
     if not ALL:
         if tl.load(far + number_of(i_r, i_s, tl.num_programs(1), H, PACKED)) == 0:
             return
     o_t = tl.arange(0, BT)
-    blocks: tl.constexpr = (Y + BY - 1) // BY
     o_x = i_o // blocks * BX + tl.arange(0, BX)
     o_y = i_o % blocks * BY + tl.arange(0, BY)
     row, col = o_t[:, None], o_t[None, :]

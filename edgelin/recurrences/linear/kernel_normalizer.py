@@ -24,7 +24,7 @@ from edgelin.recurrences.launches import Launch, cdiv, planned, power_of_2
 from edgelin.recurrences.linear import kernel
 from edgelin.recurrences.linear.kernel_backward import gradients
 from edgelin.recurrences.linear.kernel_decays import HEAD, load_rows
-from edgelin.recurrences.linear.kernel_places import number_of, place
+from edgelin.recurrences.linear.kernel_places import ends_row, number_of, place
 from edgelin.recurrences.linear.kernel_plan import DK, OUTPUT, Plan, whole_of
 from edgelin.recurrences.linear.kernel_segments import head_decays
 
@@ -58,13 +58,17 @@ def divide(
 
 @triton.jit
 def segment(
-    column, y, g, h, total, places, T, chunks,
+    column, y, sums, h, total, places, T, chunks,
     H: tl.constexpr, HY: tl.constexpr, Y: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
-    MODE: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr,
+    MODE: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """What a segment adds to the state of the column, of ones or backwards ``column``, into ``h``
-    `[B*H, N + 1, Y]`, and by which factor ``total`` `[B*H, N, Y]` it multiplies it."""
-    _n, i_h, i_r, i_s, before, T, first, count, _row = place(places, T, chunks, H, BT, PACKED)
+    `[B*H, N, Y]`, and by which factor ``total`` `[B*H, N, Y]` it multiplies it."""
+    pid = tl.program_id(0)
+    _n, i_h, i_r, i_s, before, T, first, count, _row = place(pid, places, T, chunks, H, BT, PACKED)
+    if not PACKED:
+        if ends_row(i_s, first, count, T, BT, REV, PACKED):
+            return
     o_t, o_y = tl.arange(0, BT), tl.arange(0, BY)
     z, decay = tl.zeros([BY], dtype=tl.float32), tl.full([BY], 1.0, dtype=tl.float32)
     for c in range(0, count):
@@ -76,16 +80,15 @@ def segment(
         if REV:
             rows *= tl.load(column + token + o_t * H, mask=live, other=0.0)[:, None]
         if MODE == HEAD:
-            _, _, adds, whole = head_decays(g, token, o_t, live, H, REV, WIDE)
+            _, _, adds, whole = head_decays(sums, token, o_t, T - n * BT, H, REV)
             rows *= adds[:, None]
             z *= whole
             decay *= whole
         z += tl.sum(rows, axis=0)
     segments = tl.num_programs(1)
-    p_h = h + number_of(i_r, i_s, segments + 1, H, PACKED) * Y
-    tl.store(p_h + o_y, z, mask=o_y < Y)
-    p_total = total + number_of(i_r, i_s, segments, H, PACKED) * Y
-    tl.store(p_total + o_y, decay, mask=o_y < Y)
+    p = number_of(i_r, i_s, segments, H, PACKED) * Y + o_y
+    tl.store(h + p, z, mask=o_y < Y)
+    tl.store(total + p, decay, mask=o_y < Y)
 
 
 @planned
@@ -95,7 +98,7 @@ def _segment(plan: Plan, reverse: bool) -> Launch:
     return Launch(
         segment, (plan.rows, plan.segments), shape.time, plan.chunks,
         H=shape.heads, HY=shape.key_heads, Y=shape.key, BY=whole_of(shape.key),
-        BT=plan.block_t, MODE=shape.mode, REV=reverse, PACKED=plan.packed, WIDE=plan.wide,
+        BT=plan.block_t, MODE=shape.mode, REV=reverse, PACKED=plan.packed,
         num_warps=4,
     )  # fmt: skip
 
@@ -117,12 +120,11 @@ def _starts(walk: kernel.Walk, initial: Tensor, column: Tensor | None = None) ->
     if plan.single:
         return initial
     y = walk.tensors["q" if reverse else "k"]
-    h = initial.new_empty((*places.slots, plan.shape.key))
+    h = initial.new_empty((*places.parts, plan.shape.key))
     total = initial.new_empty((*places.parts, plan.shape.key))
-    g = y if walk.g is None else walk.g
     table, programs = places.adding[reverse]
     column = total if column is None else column
-    _segment(plan, reverse)(column, y, g, h, total, table, programs=programs)
+    _segment(plan, reverse)(column, y, walk.halves(reverse)[0], h, total, table, programs=programs)
     table, programs = places.sequences
     plan.scan(DK if reverse else OUTPUT, 1)(h, total, initial, table, programs=programs)
     return h
@@ -143,16 +145,24 @@ def forward(
     """The recurrence, shapes as of ``linear``: no decay or one a head, K and V up to 256.
 
     Returns:
-        o, the last state and normaliser, and of what the backward pass needs n ``[B, T, H]``.
+        o, the last state and normaliser, and what the backward pass needs beside o: n
+        ``[B, T, H]``, and with several segments the states and normalisers before them.
     """
     walk = kernel.walk((q, k, v, g), scale, None, 1 if floor is None else 2, eps, ends)
     sums = normalizer.new_empty(v.shape[:3])
     z, initial = torch.empty_like(normalizer), normalizer.contiguous()
     floor = sums if floor is None else floor.contiguous()
-    starts = _starts(walk, initial)
-    column = kernel.Column(sums, starts, starts, z, floor)
-    o, final = walk.attend(OUTPUT, walk.starts(OUTPUT, state.contiguous()), column=column)
-    return o, final, z, [sums]
+    columns, starts = _starts(walk, initial), walk.starts(OUTPUT, state.contiguous())
+    column = kernel.Column(sums, columns, columns, columns, z, floor)
+    o, final = walk.attend(OUTPUT, starts, column=column)
+    return o, final, z, [sums] if walk.plan.single else [sums, starts, columns]
+
+
+def allocate(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int] | None = None) -> list[Tensor]:
+    """Memory for what :func:`forward` keeps."""
+    sums = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
+    starts = kernel.allocate(q, k, v, ends)
+    return [sums, *starts, *(x.new_empty((*x.shape[:2], k.shape[3])) for x in starts)]
 
 
 def backward(
@@ -173,9 +183,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g (empty without g), state, normaliser and floor (likewise).
 
-    ``kept`` is o and n of the forward pass.
+    ``kept`` is o and what else the forward pass keeps.
     """
-    o, sums = kept
+    o, sums, *states = kept
     shared, dn = torch.empty_like(o), torch.empty_like(sums)
     dfloor = dn.new_empty(0) if floor is None else torch.empty_like(sums)
     least = sums if floor is None else floor.contiguous()
@@ -183,13 +193,12 @@ def backward(
         o, do.contiguous(), sums, least, shared, dn, dn if floor is None else dfloor
     )
     walk = kernel.walk((q, k, v, g), scale, shared, 1, eps, ends)
-    before = _starts(walk, normalizer.contiguous())
+    before = states[1] if states else _starts(walk, normalizer.contiguous())
     after = _starts(walk, dnormalizer.contiguous(), dn)
     last, dinitial = torch.empty_like(normalizer), torch.empty_like(normalizer)
-    behind = last if walk.plan.single else before
     columns = (
-        kernel.Column(dn, before, behind, last, dn),
-        kernel.Column(dn, after, behind, dinitial, dn),
+        kernel.Column(dn, before, before, before, last, dn),
+        kernel.Column(dn, after, before, last, dinitial, dn),
     )
-    dq, dk, dv, dg, dstart = gradients(walk, state, dstate, columns)
+    dq, dk, dv, dg, dstart = gradients(walk, state, dstate, states, columns)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dstart, dinitial, dfloor

@@ -12,7 +12,7 @@ One kernel serves the output and all gradients. With rows y (width Y, the side t
 where j <= i, or j >= i backwards with exp(G_j - G_i). Backwards, the state is the gradient of the
 one after a token. Queries and keys, the rows along Y, may be one head's for all (HY = 1).
 
-A decay a head is applied to scores and rows. A decay a key is taken out beforehand: `split` writes
+A decay a head is applied to scores and rows. A decay a key is taken out beforehand: ``split`` writes
 q exp(G_i - G_m) and k exp(G_m - G_j), m the middle of the chunk, and between these rows there is no
 decay but that of the state over half chunks, which a pass applies where chunks meet. A segment
 where some key decays too fast for that is marked, left out here, and done by ``kernel_by_key.py``.
@@ -31,53 +31,16 @@ from edgelin.recurrences.linear.kernel_decays import (
     FLOOR,
     HEAD,
     KEY,
-    REACH,
     _sums,
-    from_middle,
-    half_reach,
     load_rows,
     store_rows,
 )
-from edgelin.recurrences.linear.kernel_places import (
-    COLUMNS,
-    ends_row,
-    number_of,
-    place,
-    place_of_chunk,
-)
+from edgelin.recurrences.linear.kernel_places import COLUMNS, ends_row, number_of, place
 from edgelin.recurrences.linear.kernel_segments import halves, head_decays
 
 
-@triton.jit(do_not_specialize=["T", "per_segment"])
-def split(
-    q, k, g, q_split, k_split, exponents, first, second, far, spans, T, per_segment,
-    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr,
-    PT: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Queries and keys with the decays to and from the middle of a chunk, ``exponents`` G_i - G_m,
-    the log decays of both halves `[B*H, N, K]`, and marks on the segments that are ``far``."""
-    i_h, token, left, mark = place_of_chunk(spans, T, per_segment, H, BT, PACKED)
-    o_t, o_k = tl.arange(0, BT), tl.program_id(1) * BK + tl.arange(0, BK)
-    row, col = o_t[:, None], o_t[None, :]
-    live = o_t < left
-    p = (token * H + i_h) * K
-    steps = tl.maximum(load_rows(g + p, o_t, o_k, live, H, K).to(tl.float32), FLOOR)
-    if half_reach(steps, row, BT) >= REACH:
-        tl.atomic_max(far + mark, 1)
-    sums, early, late = from_middle(steps, row, col, BT, PT, PARTS)
-    sums = tl.minimum(tl.maximum(sums, -REACH), REACH)  # of no use where far, but a number
-    rows = load_rows(q + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(sums)
-    store_rows(q_split + p, rows, o_t, o_k, live, H, K)
-    rows = load_rows(k + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(-sums)
-    store_rows(k_split + p, rows, o_t, o_k, live, H, K)
-    store_rows(exponents + p, sums, o_t, o_k, live, H, K)
-    p_half = tl.program_id(0).to(tl.int64) * K + o_k
-    tl.store(first + p_half, early, mask=o_k < K)
-    tl.store(second + p_half, late, mask=o_k < K)
-
-
 @triton.jit
-def _differences(sums, WIDE: tl.constexpr, REV: tl.constexpr):
+def _differences(sums, REV: tl.constexpr):
     """G_i - G_j `[BT, BT]`, backwards G_j - G_i, float32.
 
     Heads and tails of float64 sums are subtracted apart: close heads exactly, so that nothing
@@ -85,7 +48,7 @@ def _differences(sums, WIDE: tl.constexpr, REV: tl.constexpr):
     """
     head = sums.to(tl.float32)
     apart = head[:, None] - head[None, :]
-    if WIDE == tl.float64:
+    if sums.dtype == tl.float64:
         tail = (sums - head.to(tl.float64)).to(tl.float32)
         apart += tail[:, None] - tail[None, :]
     if REV:
@@ -108,30 +71,57 @@ def _decay_gradient(p, weight, g, carry, live, H: tl.constexpr, REV: tl.constexp
 
 
 @triton.jit
+def _exactly(b_a, state, DT: tl.constexpr):
+    """a S `[BT, BY]` with S in two parts of DT.
+
+    The decay's gradient is a long sum of q dq - k dk, which cancels only if both passes multiply
+    the same numbers: S as it was added up, not rounded.
+    """
+    high = state.to(DT)
+    low = (state - high.to(tl.float32)).to(DT)
+    acc = tl.dot(b_a, low, input_precision="ieee")
+    return tl.dot(b_a, high, acc, input_precision="ieee")
+
+
+@triton.jit
+def _lack(acc, b_m, reads, DT: tl.constexpr):
+    """What a S times the rows of m lacks `[BT]`, likewise: these rows, with a decay a head, as the
+    other pass rounds them before it adds them to its state."""
+    rows = b_m.to(tl.float32) * reads[:, None]
+    return tl.sum(acc * (rows.to(DT).to(tl.float32) - rows), axis=1)
+
+
+@triton.jit
 def _step(
-    b_a, b_x, b_y, extra, state, z, seen, g, token, o_t, live,
+    b_a, b_x, b_y, b_m, extra, state, z, seen, sums_g, token, o_t, left,
     H: tl.constexpr, MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr,
-    NORM: tl.constexpr, DT: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs `[BT, BX or BY]` of a chunk and of one more column of x `[BT]`, and the states
-    `[BX, BY]` and `[BY]` after it."""
-    sums = tl.zeros_like(extra)
+    """Outputs `[BT, BX or BY]` of a chunk and of one more column of x `[BT]`, what :func:`_lack`
+    says, and the states `[BX, BY]` and `[BY]` after it."""
+    sums, lack = tl.zeros_like(extra), tl.zeros_like(extra)
+    if MODE == HEAD:
+        exponents, reads, adds, total = head_decays(sums_g, token, o_t, left, H, REV)
     if INNER:
         acc = tl.dot(b_a, tl.trans(state.to(DT)), input_precision="ieee")
         scores = tl.dot(b_a, tl.trans(b_y), input_precision="ieee")
         if NORM:
             sums = tl.sum(b_a.to(tl.float32) * z[None, :], axis=1)
     else:
-        acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
+        if EXACT:
+            acc = _exactly(b_a, state, DT)
+            if MODE == HEAD:
+                lack = _lack(acc, b_m, reads, DT)
+        else:
+            acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
         scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
         if NORM:  # the column is of ones and of ``extra``: dq has the latter on the side of a
             acc += z[None, :] if REV else extra[:, None] * z[None, :]
             scores += extra[None, :] if REV else extra[:, None]
     if MODE == HEAD:
-        exponents, reads, adds, total = head_decays(g, token, o_t, live, H, REV, WIDE)
         acc *= reads[:, None]
         sums *= reads
-        scores *= tl.exp(tl.where(seen, _differences(exponents, WIDE, REV), float("-inf")))
+        scores *= tl.exp(tl.where(seen, _differences(exponents, REV), float("-inf")))
     scores = tl.where(seen, scores, 0.0)
     if NORM and INNER:
         sums += tl.sum(scores, axis=1)
@@ -149,7 +139,7 @@ def _step(
             z *= total
         if NORM:
             z += tl.sum(added * extra[:, None] if REV else added, axis=0)
-    return acc, sums, tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee"), z
+    return acc, sums, lack, tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee"), z
 
 
 @triton.jit
@@ -162,9 +152,16 @@ def sum_back(w, weight, carry, seen, rows, cols, live, H: tl.constexpr, Y: tl.co
 
 
 @triton.jit
-def end_product(ends, s_e, cells, in_state, state, scale):
-    """S . dS `[BY]` at the end of a segment, from which its decay gradients are summed."""
-    end = tl.load(ends + s_e + cells, mask=in_state, other=0.0).to(tl.float32)
+def end_product(ends, last, i_n, is_last, cells, o_x, o_y, state, scale,
+                X: tl.constexpr, Y: tl.constexpr):  # fmt: skip
+    """S . dS `[BY]` at the end of a segment, from which its decay gradients are summed: S is at
+    ``cells`` of ``ends``, before the next segment, or the ``last`` one."""
+    in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
+    if is_last:
+        p_last = last + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
+        end = tl.load(p_last, mask=in_state, other=0.0)
+    else:
+        end = tl.load(ends + cells, mask=in_state, other=0.0)
     return tl.sum(end * state, axis=0) * scale
 
 
@@ -218,7 +215,7 @@ def _vector(p, o_y, Y: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    w, g, m, token, part, acc, carry, seen, o_t, o_y, live,
+    w, g, m, token, part, acc, lack, carry, seen, o_t, o_y, live,
     H: tl.constexpr, HY: tl.constexpr, Y: tl.constexpr, MODE: tl.constexpr, REV: tl.constexpr,
     PT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +223,7 @@ def _weigh(
     weight = acc * load_rows(m, o_t, o_y, live, HY, Y).to(tl.float32)
     if MODE == HEAD:
         p_w, p_g = w + part + token + o_t * H, g + token + o_t * H
-        carry = _decay_gradient(p_w, tl.sum(weight, axis=1), p_g, carry, live, H, REV)
+        carry = _decay_gradient(p_w, tl.sum(weight, axis=1) + lack, p_g, carry, live, H, REV)
     else:
         acc, carry = _key_gradients(
             w, g, token, acc, weight, carry, seen, o_t, o_y, live, H, Y, REV, PT, PARTS
@@ -255,56 +252,64 @@ def _divided(acc, sums, eps, p_sums, p_floor, live, is_first, FLOORED: tl.conste
 
 
 @triton.jit
-def put_last(final, ends, state, i_n, p_slot, s_x, s_y, o_x, o_y,
-             X: tl.constexpr, Y: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
-    """Store the state `[BX, BY]` behind the last segment, for the pass of dk if it is ``KEPT``."""
-    if KEPT:
-        p = ends + p_slot + o_x[:, None] * s_x + o_y[None, :] * s_y
-    else:
-        p = final + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
+def _column(h_z, ends_z, last_z, i_n, is_last, p_z, apart, o_y, h_scale, out_scale,
+            Y: tl.constexpr, WEIGHS: tl.constexpr):  # fmt: skip
+    """z before a segment `[BY]`, and what it adds to :func:`end_product`."""
+    z = _vector(h_z + p_z, o_y, Y) * h_scale
+    carry = tl.zeros_like(z)
+    if WEIGHS:
+        if is_last:
+            end = _vector(last_z + i_n * Y, o_y, Y)
+        else:
+            end = _vector(ends_z + p_z + apart, o_y, Y)
+        carry = end * z * out_scale
+    return z, carry
+
+
+@triton.jit
+def put_last(final, state, i_n, o_x, o_y, X: tl.constexpr, Y: tl.constexpr):
+    """Store the state `[BX, BY]` behind the last segment."""
+    p = final + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
     tl.store(p, state, mask=(o_x[:, None] < X) & (o_y[None, :] < Y))
 
 
 @triton.jit
 def _finish(
-    state, z, final, ends, final_z, ends_z, places, T, chunks, out_scale, s_b, s_s, s_x, s_y,
-    s_e, i_n, i_r, i_s, first, count, i_o, o_x, o_y,
+    state, z, final, final_z, pid, places, T, chunks, factor, i_n, i_s, first, count, is_first,
+    o_x, o_y,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, BT: tl.constexpr,
-    INNER: tl.constexpr, REV: tl.constexpr, NORM: tl.constexpr,
-    PACKED: tl.constexpr, KEPT: tl.constexpr,
+    REV: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the states behind the last segment, if this is it."""
+    """Store the states behind the last segment, if this is it; z if it is the first block of X."""
     if PACKED:  # read again: over the loop these numbers would hold registers
-        i_n, _h, i_r, i_s, _b, T, first, count, _r = place(places, T, chunks, H, BT, PACKED)
+        i_n, _h, _r, i_s, _b, T, first, count, _row = place(pid, places, T, chunks, H, BT, PACKED)
     if ends_row(i_s, first, count, T, BT, REV, PACKED):
-        factor = out_scale if REV else 1.0
-        p_slot = s_e + i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s
-        put_last(final, ends, state * factor, i_n, p_slot, s_x, s_y, o_x, o_y, X, Y, KEPT)
+        put_last(final, state * factor, i_n, o_x, o_y, X, Y)
         if NORM:
-            own = (not INNER) | (i_o == 0)
-            p_z = ends_z + p_slot // X if KEPT else final_z + i_n * Y
-            tl.store(p_z + o_y, z * factor, mask=(o_y < Y) & own)
+            tl.store(final_z + i_n * Y + o_y, z * factor, mask=(o_y < Y) & is_first)
 
 
 @triton.jit
 def attend(
-    a, x, y, g, enter, leave, far, h, ends, out, final, m, w,
-    column, h_z, ends_z, final_z, floor, places, T, chunks, h_scale, out_scale,
-    s_b, s_s, s_x, s_y, s_e, s_w, eps,
+    a, x, y, g, enter, leave, far, h, ends, last, out, final, m, w,
+    column, h_z, ends_z, last_z, final_z, floor, places, T, chunks, h_scale, out_scale,
+    s_b, s_s, s_x, s_y, s_w, eps,
     H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
     MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr, WEIGH: tl.constexpr,
     NORM: tl.constexpr, FLOORED: tl.constexpr, PACKED: tl.constexpr,
-    DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
+    DT: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one segment of one head, for one block of the output's width.
 
     With NORM there is one more column of x, of ones, whose state is the normaliser z. The pass of
     the output divides by what z gives and leaves it in ``column``; the other passes find its
-    gradient there.
+    gradient there. ``enter`` holds sums of decays: of keys over half chunks, of heads by token.
     """
-    i_o = tl.program_id(2)
-    i_n, i_h, i_r, i_s, before, T, first, count, row = place(places, T, chunks, H, BT, PACKED)
+    EXACT: tl.constexpr = WEIGH and DT == tl.bfloat16
+    blocks: tl.constexpr = (X + BX - 1) // BX if INNER else (Y + BY - 1) // BY
+    pid, i_o = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i_n, i_h, i_r, i_s, before, T, first, count, row = place(pid, places, T, chunks, H, BT, PACKED)
     if MODE == KEY:
         if tl.load(far + number_of(i_r, i_s, tl.num_programs(1), H, PACKED)) != 0:
             return
@@ -314,18 +319,17 @@ def attend(
     o_y = tl.arange(0, BY) + (0 if INNER else i_o * BY)
     seen = o_t[None, :] >= o_t[:, None] if REV else o_t[None, :] <= o_t[:, None]
     in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
-    cells = i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
-    cells += o_y[None, :] * s_y
+    slot = i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s
+    cells = slot + o_x[:, None] * s_x + o_y[None, :] * s_y
     state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
     z, extra = tl.zeros([BY], dtype=tl.float32), tl.zeros([BT], dtype=tl.float32)
-    carry = tl.zeros([BY], dtype=tl.float32)
-    if WEIGH and REV:
-        carry = end_product(ends, s_e, cells, in_state, state, out_scale)
+    carry, is_last = tl.zeros_like(z), ends_row(i_s, first, count, T, BT, False, PACKED)
     if NORM:  # the states of z lie as those of a column do, X times as close
-        p_z = (i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s) // X
-        z = _vector(h_z + p_z, o_y, Y) * h_scale
-        if WEIGH and REV:
-            carry += _vector(ends_z + s_e // X + p_z, o_y, Y) * z * out_scale
+        z, carry = _column(h_z, ends_z, last_z, i_n, is_last, slot // X, s_s // X, o_y, h_scale,
+                           out_scale, Y, WEIGH and REV)  # fmt: skip
+    if WEIGH and REV:
+        cells += s_s
+        carry += end_product(ends, last, i_n, is_last, cells, o_x, o_y, state, out_scale, X, Y)
     if MODE == HEAD:
         carry = tl.sum(carry, axis=0)
     if MODE == KEY:
@@ -340,9 +344,12 @@ def attend(
         b_a, b_x, b_y = _rows(a, x, y, token, shared, o_t, o_x, o_y, live, H, HY, X, Y, INNER, DT)
         if NORM and not INNER:
             extra = tl.load(column + token + o_t * H, mask=live, other=0.0)
-        acc, sums, state, z = _step(
-            b_a, b_x, b_y, extra, state, z, seen, g, token, o_t, live,
-            H, MODE, INNER, REV, NORM, DT, WIDE,
+        b_m = b_y
+        if EXACT and MODE == HEAD:
+            b_m = load_rows(m + shared * Y, o_t, o_y, live, HY, Y)
+        acc, sums, lack, state, z = _step(
+            b_a, b_x, b_y, b_m, extra, state, z, seen, enter, token, o_t, T - n * BT,
+            H, MODE, INNER, REV, EXACT, NORM, DT,
         )  # fmt: skip
         if MODE == KEY:
             goes_on = c + 1 < count
@@ -354,12 +361,12 @@ def attend(
         if WEIGH:
             p_m, part = m + shared * Y, i_o.to(tl.int64) * s_w
             acc, carry = _weigh(
-                w, g, p_m, token, part, acc, carry, seen, o_t, o_y, live, H, HY, Y, MODE, REV, PT,
-                PARTS,
+                w, g, p_m, token, part, acc, lack * out_scale, carry, seen, o_t, o_y, live,
+                H, HY, Y, MODE, REV, PT, PARTS,
             )  # fmt: skip
         _put_rows(out, acc, token, o_t, o_x, o_y, live, H, X, Y, INNER)
+    factor, is_first = out_scale if REV else 1.0, (not INNER) | (i_o == 0)
     _finish(
-        state, z, final, ends, final_z, ends_z, places, T, chunks, out_scale, s_b, s_s, s_x, s_y,
-        s_e, i_n, i_r, i_s, first, count, i_o, o_x, o_y,
-        H, X, Y, BT, INNER, REV, NORM, PACKED, PACKED and WEIGH and not REV,
+        state, z, final, final_z, pid, places, T, chunks, factor, i_n, i_s, first, count, is_first,
+        o_x, o_y, H, X, Y, BT, REV, NORM, PACKED,
     )  # fmt: skip

@@ -3,9 +3,8 @@
 In a batch a program knows it from its number: all rows are cut alike. Packed sequences
 (``packed.py``) are each cut from their own first token on, so that no chunk has tokens of two, and
 a table says for every segment where it is. The longest segments come first: what begins last
-should not take longest. States of segments lie in slots `[H, K or V, ...]`: a sequence has one for
-each segment and one for what is behind the last. Where every sequence is one segment, there are no
-slots, and passes read the initial states.
+should not take longest. States before segments lie in slots `[H, V, K]`, one for each. Where every
+sequence is one segment, there are none, and passes read the initial states.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ COLUMNS = tl.constexpr(8)  # of a segment's line in the table
 
 
 @triton.jit
-def place(places, T, chunks, H: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr):
-    """Where the segment of this program is.
+def place(pid, places, T, chunks, H: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr):
+    """Where the segment of a program is, whose number on the first axis is ``pid``.
 
     Gives the number of its row's state, its head, where its own state is (row, number in it),
     tokens before the row and in it, the first chunk and how many, and the row's chunks `[.., N]`.
     """
     if PACKED:
-        i_h, p = tl.program_id(0) % H, places + tl.program_id(0) // H * COLUMNS
+        i_h, p = pid % H, places + pid // H * COLUMNS
         before, row = tl.load(p + 1).to(tl.int64), tl.load(p + 5).to(tl.int64) * H + i_h
         T, first, count, slot = tl.load(p + 2), tl.load(p + 3), tl.load(p + 4), tl.load(p + 6)
         return tl.load(p) * H + i_h, i_h, i_h, slot, before, T, first, count, row
     else:
-        i_bh, i_s = tl.program_id(0), tl.program_id(1)
+        i_bh, i_s = pid, tl.program_id(1)
         before, row = (i_bh // H).to(tl.int64) * T, i_bh.to(tl.int64) * tl.cdiv(T, BT)
         return i_bh, i_bh % H, i_bh, i_s, before, T, i_s * chunks, chunks, row
 
@@ -93,15 +92,14 @@ class Places(NamedTuple):
     sequences: Table  # first slot and segments [N, 2]
     spans: Table  # of every chunk its first token, tokens from there on, and slot [C, 3]
     states: int  # rows of the states before and after the call
-    slots: tuple[int, int]  # of states before segments
-    parts: tuple[int, int]  # of numbers of segments
+    parts: tuple[int, int]  # of states before segments, and of numbers of these
     chunks: tuple[int, int]  # of numbers of chunks
 
 
 def in_a_batch(like: Tensor, batch: int, heads: int, segments: int, chunks: int) -> Places:
     """Of rows that are all cut alike; ``like`` is any tensor, in the place of tables."""
     rows, none = batch * heads, Table(like, None)
-    sizes = (rows, segments + 1), (rows, segments), (rows, chunks)
+    sizes = (rows, segments), (rows, chunks)
     return Places(none, (none, none), none, none, batch, *sizes)
 
 
@@ -146,23 +144,21 @@ def _cut(
     pieces = np.clip(-(-chunks // np.clip(length, 1, None)), 1, None)
     single, numbers = bool((pieces == 1).all()), np.arange(len(tokens))
     before, skipped = np.cumsum(chunks) - chunks, np.cumsum(pieces) - pieces
-    slots = numbers if single else skipped + numbers
     n = np.repeat(numbers, pieces)
     within = np.arange(len(n)) - skipped[n]
     first = within * length[n]
     count = np.minimum(length[n], chunks[n] - first)
     total = np.full_like(n, ends[-1])
-    lines = [n, begins[n], tokens[n], first, count, before[n], slots[n] + within, total]
+    lines = [n, begins[n], tokens[n], first, count, before[n], skipped[n] + within, total]
     longest_first = np.argsort(-count, kind="stable")
     segments, within, n = np.stack(lines, 1)[longest_first], within[longest_first], n[longest_first]
     m = np.repeat(numbers, chunks)
     c = np.arange(len(m)) - before[m]
-    spans = [begins[m] + c * block_t, tokens[m] - c * block_t, slots[m] + c // length[m]]
+    spans = [begins[m] + c * block_t, tokens[m] - c * block_t, skipped[m] + c // length[m]]
     several = segments[within + 1 < pieces[n]], segments[within > 0]
-    tables = [segments, *several, np.stack([slots, pieces], 1), np.stack(spans, 1)]
+    tables = [segments, *several, np.stack([skipped, pieces], 1), np.stack(spans, 1)]
     made = [Table(x, heads * len(x)) for x in _tables(tables, device)]
-    rows = len(tokens) + (0 if single else len(segments)), heads
-    sizes = len(tokens), rows, rows, (len(m), heads)
+    sizes = len(tokens), (len(segments), heads), (len(m), heads)
     return Places(made[0], (made[1], made[2]), made[3], made[4], *sizes), single
 
 

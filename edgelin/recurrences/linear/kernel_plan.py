@@ -108,6 +108,13 @@ class Shape(NamedTuple):
     packed: int = 0  # sequences in one row, of which none (1) or some (2) have several segments
 
 
+def cut(rows: int, time: int, block_t: int) -> tuple[int, int]:
+    """Chunks of ``block_t`` tokens in a segment, and segments, of so many sequences of a head."""
+    segments = max(1, min(time // SEGMENT, cdiv(PROGRAMS, rows)))
+    chunks = cdiv(cdiv(time, block_t), segments)
+    return chunks, cdiv(time, chunks * block_t)
+
+
 class Plan:
     """Sizes and launches of all calls of a shape.
 
@@ -119,9 +126,7 @@ class Plan:
         self.shape = shape
         self.rows = shape.batch * shape.heads
         self.block_t = block_of(shape.half)
-        segments = max(1, min(shape.time // SEGMENT, cdiv(PROGRAMS, self.rows)))
-        self.chunks = cdiv(cdiv(shape.time, self.block_t), segments)
-        self.segments = cdiv(shape.time, self.chunks * self.block_t)
+        self.chunks, self.segments = cut(self.rows, shape.time, self.block_t)
         self.single = shape.packed == 1 if shape.packed else self.segments == 1
         self.packed = shape.packed > 0
         self.splits = shape.mode == KEY and shape.half
@@ -134,7 +139,7 @@ class Plan:
             "PARTS": 2 if shape.half else 3,
         }
         # Differences of float64 sums are exact enough in float32, those of float32 in bfloat16.
-        self.wide = tl.float32 if shape.half else tl.float64
+        self.wide = torch.float32 if shape.half else torch.float64
 
     def width(self, name: str) -> int:
         """Of a tensor, by its name."""
@@ -151,12 +156,12 @@ class Plan:
 
     @planned
     def split(self) -> Launch:
-        """Of ``kernel_passes.split``."""
+        """Of ``kernel_segments.split``."""
         time, heads, key = self.shape[1:4]
         rule = {"BK": min(64, whole_of(key)), "num_warps": 4}
         chosen = choose(f"linear key split {key}", rule)
         return Launch(
-            kernel_passes.split,
+            kernel_segments.split,
             (self.rows * cdiv(time, self.block_t), cdiv(key, chosen["BK"])),
             time, self.chunks,
             H=heads, K=key, BT=self.block_t, PACKED=self.packed, PT=self.dtypes["PT"], PARTS=3,
@@ -164,13 +169,26 @@ class Plan:
         )  # fmt: skip
 
     @planned
+    def sums(self) -> Launch:
+        """Of ``kernel_segments.head_sums``."""
+        batch, time, heads = self.shape[:3]
+        block_h = min(16, power_of_2(heads))
+        return Launch(
+            kernel_segments.head_sums,
+            (batch * cdiv(time, self.block_t), cdiv(heads, block_h)), time,
+            H=heads, BH=block_h, BT=self.block_t, PACKED=self.packed, num_warps=2,
+        )  # fmt: skip
+
+    @planned
     def scan(self, kind: Pass, width: int) -> Launch:
         """Of ``kernel_segments.scan``, for so many columns of x."""
         x, y = width, self.widths(kind)[1]
+        block_x, block_y = min(32, power_of_2(x)), 32
+        tiles = cdiv(x, block_x) * cdiv(y, block_y)
         return Launch(
-            kernel_segments.scan, (self.rows, cdiv(x * y, 1024)),
-            self.segments, 1.0 / self.shape.scale if kind.reverse else 1.0,
-            H=self.shape.heads if self.packed else 1, X=x, Y=y, BLOCK=1024,
+            kernel_segments.scan, (self.rows * tiles,),
+            self.segments, 1.0 / self.shape.scale if kind.reverse else 1.0, tiles=tiles,
+            H=self.shape.heads if self.packed else 1, X=x, Y=y, BX=block_x, BY=block_y,
             MODE=self.shape.mode, REV=kind.reverse, PACKED=self.packed, num_warps=4,
         )  # fmt: skip
 
@@ -180,17 +198,18 @@ class Plan:
         x, y = self.widths(kind)
         chosen = launch_of("segment", self.shape.mode, self.shape.half, x, y)
         block_x, block_y = (min(whole_of(w), chosen["BLOCK"]) for w in (x, y))
-        grid = (self.rows, self.segments, cdiv(x, block_x) * cdiv(y, block_y))
+        tiles = cdiv(x, block_x) * cdiv(y, block_y)
+        grid = (self.rows * tiles, self.segments)
         sizes = {"H": self.shape.heads, "X": x, "Y": y, "BX": block_x, "BY": block_y}
         if not far:
             return Launch(
-                kernel_segments.segment, grid, self.shape.time, self.chunks, **sizes,
+                kernel_segments.segment, grid, self.shape.time, self.chunks, tiles=tiles, **sizes,
                 HY=self.shape.key_heads, BT=self.block_t, MODE=self.shape.mode, REV=kind.reverse,
-                PACKED=self.packed, DT=self.dtypes["DT"], WIDE=self.wide,
+                PACKED=self.packed, DT=self.dtypes["DT"],
                 num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
             )  # fmt: skip
         return Launch(
-            kernel_by_key.segment, grid, self.shape.time, self.chunks,
+            kernel_by_key.segment, grid, self.shape.time, self.chunks, tiles=tiles,
             **sizes, BT=self.block_t, ALL=self.by_key, REV=kind.reverse, PACKED=self.packed,
             **self.dtypes, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -199,14 +218,14 @@ class Plan:
     def near(self, kind: Pass, weigh: bool) -> Launch:
         """Of ``kernel_passes.attend``; ``weigh``: with weights."""
         chosen, shape = self.rule(kind), self.shape
+        tiles = self._tiles(kind, chosen["BLOCK"])
         return Launch(
-            kernel_passes.attend, self._grid(kind, chosen["BLOCK"]), shape.time, self.chunks,
+            kernel_passes.attend, (self.rows * tiles, self.segments), shape.time, self.chunks,
             *self._starts(kind), shape.batch * shape.time * shape.heads, shape.eps,
-            **self._blocks(kind, chosen["BLOCK"]), HY=shape.key_heads, BT=self.block_t,
+            tiles=tiles, **self._blocks(kind, chosen["BLOCK"]), HY=shape.key_heads, BT=self.block_t,
             MODE=shape.mode, INNER=kind.inner, REV=kind.reverse, WEIGH=weigh,
             NORM=shape.normal > 0 and kind is not DV,
-            FLOORED=shape.normal == 2 and kind is OUTPUT, PACKED=self.packed, WIDE=self.wide,
-            **self.dtypes,
+            FLOORED=shape.normal == 2 and kind is OUTPUT, PACKED=self.packed, **self.dtypes,
             num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
         )  # fmt: skip
 
@@ -214,26 +233,27 @@ class Plan:
     def far(self, kind: Pass, weigh: bool) -> Launch:
         """Of ``kernel_by_key.attend``."""
         chosen = far_launch(kind, *self.widths(kind))
+        tiles = self._tiles(kind, chosen["BLOCK"])
         return Launch(
-            kernel_by_key.attend, self._grid(kind, chosen["BLOCK"]),
-            self.shape.time, self.chunks, *self._starts(kind),
+            kernel_by_key.attend, (self.rows * tiles, self.segments),
+            self.shape.time, self.chunks, *self._starts(kind), tiles=tiles,
             **self._blocks(kind, chosen["BLOCK"]), BT=self.block_t, ALL=self.by_key,
             INNER=kind.inner, REV=kind.reverse, WEIGH=weigh, PACKED=self.packed,
             LEVELS=self.block_t.bit_length() - 1, **self.dtypes,
             num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
         )  # fmt: skip
 
-    def _starts(self, kind: Pass) -> tuple[float, float, int, int, int, int, int]:
+    def _starts(self, kind: Pass) -> tuple[float, float, int, int, int, int]:
         """Factors of the state before a segment and of the output, and the former's strides: of
-        batch and head, segment, X, Y, and to the next state."""
+        batch and head, segment, X and Y."""
         x, y = self.widths(kind)
         row, step = x * y, self.shape.heads * x * y if self.packed else x * y
         if self.single:
             factor = 1.0 / self.shape.scale if kind.reverse else 1.0
-            return factor, self.shape.scale, row, step if self.packed else 0, 1, x, 0
+            return factor, self.shape.scale, row, step if self.packed else 0, 1, x
         if not self.packed:
-            row *= self.segments + 1
-        return 1.0, self.shape.scale, row, step, y, 1, step
+            row *= self.segments
+        return 1.0, self.shape.scale, row, step, y, 1
 
     def _blocks(self, kind: Pass, block: int) -> dict[str, int]:
         """Sizes and blocks of a pass."""
@@ -241,9 +261,9 @@ class Plan:
         block_x, block_y = (block, whole_of(y)) if kind.inner else (whole_of(x), block)
         return {"H": self.shape.heads, "X": x, "Y": y, "BX": block_x, "BY": block_y}
 
-    def _grid(self, kind: Pass, block: int) -> tuple[int, int, int]:
-        """Programs of a pass."""
-        return self.rows, self.segments, cdiv(self.width(kind.x if kind.inner else kind.y), block)
+    def _tiles(self, kind: Pass, block: int) -> int:
+        """Programs of a pass for a segment; those that read the same rows begin together."""
+        return cdiv(self.width(kind.x if kind.inner else kind.y), block)
 
 
 plan_of = planned(Plan)

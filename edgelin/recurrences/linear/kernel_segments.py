@@ -1,8 +1,8 @@
 """Triton kernels that start the passes of the linear recurrence: states before segments of time.
 
-`segment` computes what each segment adds to the state, and `scan` turns that into the state before
-each. Letters and modes are those of ``kernel_passes.py``. In packed rows the segment behind which,
-backwards before which, there is none adds nothing that a pass begins with, and is left out.
+`split` and `head_sums` prepare decays (see ``kernel_passes.py``), `segment` computes what each segment adds to the state, and `scan` turns that into the state before
+each. Letters and modes are those of ``kernel_passes.py``. The segment behind which, backwards
+before which, there is none adds nothing that a pass begins with, and is left out.
 """
 
 from __future__ import annotations
@@ -10,8 +10,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edgelin.recurrences.linear.kernel_decays import FLOOR, HEAD, KEY, NONE, load_rows
-from edgelin.recurrences.linear.kernel_places import number_of, place
+from edgelin.recurrences.linear.kernel_decays import (
+    FLOOR,
+    HEAD,
+    KEY,
+    NONE,
+    REACH,
+    from_middle,
+    half_reach,
+    load_rows,
+    store_rows,
+)
+from edgelin.recurrences.linear.kernel_places import ends_row, number_of, place, place_of_chunk
+
+
+@triton.jit(do_not_specialize=["T", "per_segment"])
+def split(
+    q, k, g, q_split, k_split, exponents, first, second, far, spans, T, per_segment,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr,
+    PT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Queries and keys with the decays to and from the middle of a chunk, ``exponents`` G_i - G_m,
+    the log decays of both halves `[B*H, N, K]`, and marks on the segments that are ``far``."""
+    i_h, token, left, mark = place_of_chunk(spans, T, per_segment, H, BT, PACKED)
+    o_t, o_k = tl.arange(0, BT), tl.program_id(1) * BK + tl.arange(0, BK)
+    row, col = o_t[:, None], o_t[None, :]
+    live = o_t < left
+    p = (token * H + i_h) * K
+    steps = tl.maximum(load_rows(g + p, o_t, o_k, live, H, K).to(tl.float32), FLOOR)
+    if half_reach(steps, row, BT) >= REACH:
+        tl.atomic_max(far + mark, 1)
+    sums, early, late = from_middle(steps, row, col, BT, PT, PARTS)
+    sums = tl.minimum(tl.maximum(sums, -REACH), REACH)  # of no use where far, but a number
+    rows = load_rows(q + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(sums)
+    store_rows(q_split + p, rows, o_t, o_k, live, H, K)
+    rows = load_rows(k + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(-sums)
+    store_rows(k_split + p, rows, o_t, o_k, live, H, K)
+    store_rows(exponents + p, sums, o_t, o_k, live, H, K)
+    p_half = tl.program_id(0).to(tl.int64) * K + o_k
+    tl.store(first + p_half, early, mask=o_k < K)
+    tl.store(second + p_half, late, mask=o_k < K)
 
 
 @triton.jit
@@ -21,12 +59,38 @@ def halves(p, row, n, o_y, T, Y: tl.constexpr, BT: tl.constexpr, STEP: tl.conste
     return tl.load(p + (row + n * STEP) * Y + o_y, mask=mask, other=0.0)
 
 
+@triton.jit(do_not_specialize=["T"])
+def head_sums(
+    g, sums, spans, T,
+    H: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """G `[B, T, H]`, sums of the decays of heads from the first token of each chunk on.
+
+    Made once, since every chunk of every pass would wait for them.
+    """
+    chunk = tl.program_id(0)
+    if PACKED:
+        token, left = tl.load(spans + chunk * 3).to(tl.int64), tl.load(spans + chunk * 3 + 1)
+    else:
+        n = chunk % tl.cdiv(T, BT)
+        token, left = (chunk // tl.cdiv(T, BT)).to(tl.int64) * T + n * BT, T - n * BT
+    o_t, o_h = tl.arange(0, BT)[:, None], tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
+    live = (o_t < left) & (o_h < H)
+    cells = (token + o_t) * H + o_h
+    steps = tl.maximum(tl.load(g + cells, mask=live, other=0.0).to(tl.float32), FLOOR)
+    tl.store(sums + cells, tl.cumsum(steps.to(sums.dtype.element_ty), axis=0), mask=live)
+
+
 @triton.jit
-def head_decays(g, token, o_t, live, H: tl.constexpr, REV: tl.constexpr, WIDE: tl.constexpr):
-    """G `[BT]` of a head, factors of what a row reads and adds, and the decay of the whole."""
-    steps = tl.maximum(tl.load(g + token + o_t * H, mask=live, other=0.0).to(tl.float32), FLOOR)
-    sums = tl.cumsum(steps.to(WIDE), axis=0)
-    total = tl.sum(steps.to(WIDE), axis=0)
+def head_decays(sums, token, o_t, left, H: tl.constexpr, REV: tl.constexpr):
+    """G `[BT]` of a head, factors of what a row reads and adds, and the decay of the whole.
+
+    Rows behind the ``left`` tokens of the chunk have the last one's G.
+    """
+    last = tl.minimum(left, o_t.shape[0]) - 1
+    p, is_live = sums + token, last >= 0
+    sums = tl.load(p + tl.minimum(o_t, last) * H, mask=(o_t >= 0) & is_live, other=0.0)
+    total = tl.load(p + last * H, mask=is_live, other=0.0)
     up, down = tl.exp(sums.to(tl.float32)), tl.exp((total - sums).to(tl.float32))
     total = tl.exp(total.to(tl.float32))
     if REV:
@@ -37,22 +101,25 @@ def head_decays(g, token, o_t, live, H: tl.constexpr, REV: tl.constexpr, WIDE: t
 
 @triton.jit
 def segment(
-    x, y, g, enter, leave, far, h, total, places, T, chunks,
+    x, y, enter, leave, far, h, total, places, T, chunks,
     H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
-    MODE: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr,
-    DT: tl.constexpr, WIDE: tl.constexpr,
+    MODE: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """What a segment adds to the state, into ``h`` `[B*H, N + 1, X, Y]`, and by which factor
+    """What a segment adds to the state, into ``h`` `[B*H, N, X, Y]`, and by which factor
     ``total`` `[B*H, N, Y]` it multiplies it."""
-    i_o = tl.program_id(2)
-    _n, i_h, i_r, i_s, before, T, first, count, row = place(places, T, chunks, H, BT, PACKED)
+    blocks: tl.constexpr = (Y + BY - 1) // BY
+    tiles: tl.constexpr = (X + BX - 1) // BX * blocks
+    pid, i_o = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    _n, i_h, i_r, i_s, before, T, first, count, row = place(pid, places, T, chunks, H, BT, PACKED)
+    if not PACKED:
+        if ends_row(i_s, first, count, T, BT, REV, PACKED):
+            return
     if MODE == KEY:
         if tl.load(far + number_of(i_r, i_s, tl.num_programs(1), H, PACKED)) != 0:
             return
     step: tl.constexpr = H if PACKED else 1
     o_t = tl.arange(0, BT)
-    blocks: tl.constexpr = (Y + BY - 1) // BY
     o_x = i_o // blocks * BX + tl.arange(0, BX)
     o_y = i_o % blocks * BY + tl.arange(0, BY)
     state = tl.zeros([BX, BY], dtype=tl.float32)
@@ -65,7 +132,7 @@ def segment(
         b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
         b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
         if MODE == HEAD:
-            _, _, adds, whole = head_decays(g, token, o_t, live, H, REV, WIDE)
+            _, _, adds, whole = head_decays(enter, token, o_t, T - n * BT, H, REV)
             b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
             state *= whole
             decay *= whole
@@ -87,7 +154,7 @@ def put_segment(h, total, state, decay, i_r, i_s, is_first, o_x, o_y,
                 PACKED: tl.constexpr):  # fmt: skip
     """Store what a segment does; of the decay, the first block of X stands for all."""
     segments = tl.num_programs(1)
-    p_h = h + number_of(i_r, i_s, segments + 1, H, PACKED) * (X * Y)
+    p_h = h + number_of(i_r, i_s, segments, H, PACKED) * (X * Y)
     in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
     tl.store(p_h + o_x[:, None] * Y + o_y[None, :], state, mask=in_state)
     if is_first:
@@ -98,33 +165,32 @@ def put_segment(h, total, state, decay, i_r, i_s, is_first, o_x, o_y,
 @triton.jit(do_not_specialize=["N"])
 def scan(
     h, total, initial, sequences, N, h_scale,
-    H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
     MODE: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Replace what segments add by the state before each, from ``initial`` `[B, H, Y, X]` on.
 
-    Forwards the state after the last is left at N, backwards the first one at N. Packed, that is
-    the slot of the segment that was left out, and slots of a sequence are H states apart, not 1.
+    Packed, the numbers of a sequence's segments are H apart, not 1.
     """
-    i_bh, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    blocks: tl.constexpr = (Y + BY - 1) // BY
+    tiles: tl.constexpr = (X + BX - 1) // BX * blocks
+    i_bh, i_o = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     apart: tl.constexpr = H if PACKED else 1
     if PACKED:
         p = sequences + i_bh // H * 2
-        N = tl.load(p + 1) - 1
-        at = (tl.load(p).to(tl.int64) + (1 if REV else 0)) * H + i_bh % H
-        total_at, last = at, -1 if REV else N
+        N, at = tl.load(p + 1), tl.load(p).to(tl.int64) * H + i_bh % H
     else:
-        at, total_at, last = i_bh * (N + 1), i_bh * N, N
-    o = i_e * BLOCK + tl.arange(0, BLOCK)
-    live = o < X * Y
-    state = tl.load(initial + i_bh * (X * Y) + o % Y * X + o // Y, mask=live, other=0.0)
-    state = state.to(tl.float32) * h_scale
+        at = i_bh * N
+    o_x, o_y = i_o // blocks * BX + tl.arange(0, BX), i_o % blocks * BY + tl.arange(0, BY)
+    in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
+    p_initial = initial + i_bh * (X * Y) + o_x[:, None] + o_y[None, :] * X
+    state = tl.load(p_initial, mask=in_state, other=0.0).to(tl.float32) * h_scale
     for step in range(0, N):
-        n = N - 1 - step if REV else step
-        p_h = h + (at + n * apart) * (X * Y) + o
-        increment = tl.load(p_h, mask=live, other=0.0)
-        tl.store(p_h, state, mask=live)
+        n = at + (N - 1 - step if REV else step) * apart
+        p_h, goes_on = h + n * (X * Y) + o_x[:, None] * Y + o_y[None, :], step + 1 < N
+        increment = tl.load(p_h, mask=in_state & goes_on, other=0.0)
+        tl.store(p_h, state, mask=in_state)
         if MODE != NONE:
-            state *= tl.load(total + (total_at + n * apart) * Y + o % Y, mask=live, other=0.0)
+            decay = tl.load(total + n * Y + o_y, mask=(o_y < Y) & goes_on, other=0.0)
+            state *= decay[None, :]
         state += increment
-    tl.store(h + (at + last * apart) * (X * Y) + o, state, mask=live)

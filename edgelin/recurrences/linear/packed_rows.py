@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from edgelin.recurrences.operator import Operator
@@ -23,8 +22,8 @@ def forward(
     state: Tensor,
     scale: float,
     ends: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Outputs ``[1, T, H, V]`` and states ``[N, H, K, V]``."""
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Outputs ``[1, T, H, V]``, states ``[N, H, K, V]``, and what is kept."""
     from edgelin.recurrences.linear import kernel
 
     return kernel.forward(q, k, v, g, state, scale, ends)
@@ -40,11 +39,12 @@ def backward(
     ends: Sequence[int],
     do: Tensor,
     dstate: Tensor,
+    kept: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g (empty without g) and state."""
     from edgelin.recurrences.linear import kernel_backward
 
-    return kernel_backward.backward(q, k, v, g, state, scale, do, dstate, ends)
+    return kernel_backward.backward(q, k, v, g, state, scale, do, dstate, kept, ends)
 
 
 def normalized_forward(
@@ -59,7 +59,7 @@ def normalized_forward(
     eps: float,
     ends: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """With the normaliser; it keeps n of :mod:`kernel_normalizer`."""
+    """With the normaliser; it keeps what :mod:`kernel_normalizer` says."""
     from edgelin.recurrences.linear import kernel_normalizer
 
     return kernel_normalizer.forward(q, k, v, g, state, normalizer, floor, scale, eps, ends)
@@ -88,13 +88,22 @@ def normalized_backward(
     return kernel_normalizer.backward(*inputs, scale, eps, *ups, kept, ends)
 
 
-def allocate(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
-    """Memory for n."""
-    return [torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)]
+def allocate(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    """Memory for what :func:`forward` keeps."""
+    from edgelin.recurrences.linear import kernel
+
+    return kernel.allocate(q, k, v, rest[-1])
 
 
-run = Operator("linear_packed", forward, backward, outputs=("v", "state"))
+def allocate_normalized(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    """The same with the normaliser."""
+    from edgelin.recurrences.linear import kernel_normalizer
+
+    return kernel_normalizer.allocate(q, k, v, rest[-1])
+
+
+run = Operator("linear_packed", forward, backward, outputs=("v", "state"), allocate=allocate)
 run_normalized = Operator(
     "linear_packed_normalized", normalized_forward, normalized_backward,
-    outputs=("v", "state", "normalizer"), allocate=allocate, reads=(0,),
+    outputs=("v", "state", "normalizer"), allocate=allocate_normalized, reads=(0,),
 )  # fmt: skip
