@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from edgelin.recurrences.linear.kernel_places import Places, in_packed_rows
-from edgelin.recurrences.linear.kernel_plan import PROGRAMS, SEGMENT, Plan, Shape
-
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    from edgelin.recurrences.linear.kernel_places import Places
 
 
-def places(lengths: list[int], heads: int = 16, block_t: int = 64) -> tuple[Places, bool]:
-    """Of sequences of these lengths."""
-    ends = tuple(accumulate(lengths, initial=0))
-    return in_packed_rows(ends, heads, block_t, SEGMENT, PROGRAMS, CPU)
+def places(lengths: list[int]) -> tuple[Places, bool]:
+    """Of sequences of these lengths, with 16 heads."""
+    from edgelin.recurrences.linear.kernel_plan import places_of
+
+    return places_of(tuple(accumulate(lengths, initial=0)), 16, True, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lengths", [[1], [0, 0, 5], [64] * 9, [3000, 0, 65, 20000, 1, 1100, 512]])
@@ -58,6 +58,8 @@ def test_several_segments(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("batch, time", [(8, 4096), (1, 32768), (64, 512), (2, 2048)])
 def test_sequences_of_one_length_are_cut_as_a_batch_is(batch: int, time: int) -> None:
+    from edgelin.recurrences.linear.kernel_plan import Plan, Shape
+
     plan = Plan(Shape(batch, time, 16, 128, 128, 16, 1, True, False, 1.0))
     lines = places([time] * batch)[0].segments.lines
     assert len(lines) == batch * plan.segments and (lines[:, 4] == plan.chunks).all()

@@ -173,7 +173,8 @@ def _pieces(tokens: np.ndarray, chunks: np.ndarray, abreast: int, shortest: int)
 
     Each choice has a longest segment. More of them are more even, and have more states to pass.
     """
-    share, choices = tokens.sum() / abreast, {}
+    share = tokens.sum() / abreast
+    choices: dict[bytes, tuple[float, np.ndarray]] = {}
     for longest in (*(share * part for part in SHARES), tokens.max()):
         pieces = np.minimum(np.ceil(tokens / longest).astype(int), tokens // shortest).clip(1)
         length = -(-chunks // pieces)
@@ -193,7 +194,7 @@ def _cost(chunks: np.ndarray, pieces: np.ndarray, abreast: int) -> float:
     if pieces.max() == 1:
         return passes
     adding = _longest(np.repeat(length, pieces - 1) / 2 + STATE, abreast)
-    return passes + 3 * (adding + STATE * pieces.sum() / abreast)
+    return passes + 3 * (adding + STATE * int(pieces.sum()) / abreast)
 
 
 def _longest(each: np.ndarray, abreast: int) -> float:
