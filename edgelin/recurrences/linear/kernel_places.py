@@ -9,6 +9,7 @@ sequence is one segment, there are none, and passes read the initial states.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -19,9 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgelin.recurrences.launches import cdiv, planned
+from edgelin.recurrences.launches import planned
 
 COLUMNS = tl.constexpr(8)  # of a segment's line in the table
+SHARES = (0.5, 0.75, 1.0, 1.5)  # longest segments to choose from, by the tokens for each of those
+# that run at once
+STATE = 2.0  # chunks that a pass computes while a segment's states are read and written
 
 
 @triton.jit
@@ -137,11 +141,9 @@ def _cut(
 ) -> tuple[Places, bool]:  # fmt: skip
     """The same for a stream: another one would not wait for the tables."""
     begins, tokens = np.array(ends[:-1]), np.diff(ends)
-    share = max(shortest, cdiv(ends[-1] * heads, programs))
-    pieces = np.clip(np.minimum(-(-tokens // share), tokens // shortest), 1, None)
     chunks = -(-tokens // block_t)
+    pieces = _pieces(tokens, chunks, max(1, programs // heads), shortest)
     length = -(-chunks // pieces)
-    pieces = np.clip(-(-chunks // np.clip(length, 1, None)), 1, None)
     single, numbers = bool((pieces == 1).all()), np.arange(len(tokens))
     before, skipped = np.cumsum(chunks) - chunks, np.cumsum(pieces) - pieces
     n = np.repeat(numbers, pieces)
@@ -160,6 +162,43 @@ def _cut(
     made = [Table(x, heads * len(x)) for x in _tables(tables, device)]
     sizes = len(tokens), (len(segments), heads), (len(m), heads)
     return Places(made[0], (made[1], made[2]), made[3], made[4], *sizes), single
+
+
+def _pieces(tokens: np.ndarray, chunks: np.ndarray, abreast: int, shortest: int) -> np.ndarray:
+    """Segments of every sequence, where so many run ``abreast``: the fastest of some choices.
+
+    Each choice has a longest segment. More of them are more even, and have more states to pass.
+    """
+    share = tokens.sum() / abreast
+    choices: dict[bytes, tuple[float, np.ndarray]] = {}
+    for longest in (*(share * part for part in SHARES), tokens.max()):
+        pieces = np.minimum(np.ceil(tokens / longest).astype(int), tokens // shortest).clip(1)
+        length = -(-chunks // pieces)
+        pieces = (-(-chunks // length.clip(1))).clip(1)  # without those that begin behind the end
+        choices.setdefault(pieces.tobytes(), (_cost(chunks, pieces, abreast), pieces))
+    return min(choices.values(), key=lambda choice: choice[0])[1]
+
+
+def _cost(chunks: np.ndarray, pieces: np.ndarray, abreast: int) -> float:
+    """About how long a call takes, a sixth of it as what passes over so many chunks do.
+
+    There are six passes, and before them, if there are several segments, three over half of the
+    rows; then three times the states of all are read and written.
+    """
+    length = -(-chunks // pieces)
+    passes = 6 * _longest(np.repeat(length, pieces) + STATE, abreast)
+    if pieces.max() == 1:
+        return passes
+    adding = _longest(np.repeat(length, pieces - 1) / 2 + STATE, abreast)
+    return passes + 3 * (adding + STATE * int(pieces.sum()) / abreast)
+
+
+def _longest(each: np.ndarray, abreast: int) -> float:
+    """When the last one ends, where what is longest begins first and so many run abreast."""
+    ends = [0.0] * abreast
+    for length in np.sort(each)[::-1].tolist():
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
 
 
 def _tables(tables: list[np.ndarray], device: torch.device) -> list[Tensor]:
