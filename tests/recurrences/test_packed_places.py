@@ -37,7 +37,7 @@ def test_every_chunk_is_in_one_segment(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("lengths", [[70, 3000], [8000, 0, 9000, 64], [20000]])
 def test_several_segments(lengths: list[int]) -> None:
-    """Slots of a sequence follow one another, one more than it has segments."""
+    """Slots of a sequence follow one another, one for each segment."""
     made, single = places(lengths)
     lines, counts = made.segments.lines.tolist(), made.sequences.lines.tolist()
     assert not single
@@ -48,9 +48,9 @@ def test_several_segments(lengths: list[int]) -> None:
         behind, before = ([x for x in y.lines.tolist() if x[0] == number] for y in made.adding)
         assert sorted(behind) == sorted(mine[:-1]) and sorted(before) == sorted(mine[1:])
     assert [slot for slot, _ in counts] == [
-        0, *accumulate(pieces + 1 for _, pieces in counts[:-1])
+        0, *accumulate(pieces for _, pieces in counts[:-1])
     ]  # fmt: skip
-    assert made.slots == (sum(pieces + 1 for _, pieces in counts), 16)
+    assert made.parts == (sum(pieces for _, pieces in counts), 16)
     tables = (made.segments, *made.adding, made.sequences, made.spans)
     assert all(table.programs == 16 * len(table.lines) for table in tables)
     assert all(table.lines.data_ptr() % 16 == 0 for table in tables)
@@ -67,7 +67,7 @@ def test_sequences_of_one_length_are_cut_as_a_batch_is(batch: int, time: int) ->
 
 def test_short_sequences_stay_whole() -> None:
     made, single = places([100, 511, 1000, 0] * 50)
-    assert single and made.slots == (200, 16)
+    assert single and made.parts == (200, 16)
 
 
 def test_one_long_sequence_is_cut() -> None:

@@ -25,7 +25,7 @@ from edgelin.recurrences.linear.kernel_plan import (
 
 
 class Split(NamedTuple):
-    """Queries and keys without the decays between tokens of a chunk (``kernel_passes.split``)."""
+    """Queries and keys without the decays between tokens of a chunk (``kernel_segments.split``)."""
 
     q: Tensor
     k: Tensor

@@ -22,7 +22,7 @@ from edgelin.recurrences.linear.kernel_decays import (
     load_rows,
     store_rows,
 )
-from edgelin.recurrences.linear.kernel_passes import end_product, put_last, sum_back
+from edgelin.recurrences.linear.kernel_passes import end_product, load_state, put_last, sum_back
 from edgelin.recurrences.linear.kernel_places import ends_row, number_of, place
 from edgelin.recurrences.linear.kernel_segments import put_segment
 
@@ -167,10 +167,9 @@ def attend(
     else:
         o_y += i_o * BY
     row, col = o_t[:, None], o_t[None, :]
-    in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
     cells = i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s + o_x[:, None] * s_x
     cells += o_y[None, :] * s_y
-    state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
+    state = load_state(h + cells, o_x, o_y, X, Y) * h_scale
     carry = tl.zeros([BY], dtype=tl.float32)
     if WEIGH and REV:
         is_last = ends_row(i_s, chunk, count, T, BT, False, PACKED)

@@ -12,7 +12,7 @@ One kernel serves the output and all gradients. With rows y (width Y, the side t
 where j <= i, or j >= i backwards with exp(G_j - G_i). Backwards, the state is the gradient of the
 one after a token. Queries and keys, the rows along Y, may be one head's for all (HY = 1).
 
-A decay a head is applied to scores and rows. A decay a key is taken out beforehand: ``split`` writes
+A decay a head is applied to scores and rows. One a key is taken out beforehand: ``split`` writes
 q exp(G_i - G_m) and k exp(G_m - G_j), m the middle of the chunk, and between these rows there is no
 decay but that of the state over half chunks, which a pass applies where chunks meet. A segment
 where some key decays too fast for that is marked, left out here, and done by ``kernel_by_key.py``.
@@ -152,16 +152,22 @@ def sum_back(w, weight, carry, seen, rows, cols, live, H: tl.constexpr, Y: tl.co
 
 
 @triton.jit
+def load_state(p, o_x, o_y, X: tl.constexpr, Y: tl.constexpr):
+    """Load a state `[BX, BY]`."""
+    mask = (o_x[:, None] < X) & (o_y[None, :] < Y)
+    return tl.load(p, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def end_product(ends, last, i_n, is_last, cells, o_x, o_y, state, scale,
                 X: tl.constexpr, Y: tl.constexpr):  # fmt: skip
     """S . dS `[BY]` at the end of a segment, from which its decay gradients are summed: S is at
     ``cells`` of ``ends``, before the next segment, or the ``last`` one."""
-    in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
     if is_last:
         p_last = last + i_n.to(tl.int64) * (X * Y) + o_x[:, None] + o_y[None, :] * X
-        end = tl.load(p_last, mask=in_state, other=0.0)
+        end = load_state(p_last, o_x, o_y, X, Y)
     else:
-        end = tl.load(ends + cells, mask=in_state, other=0.0)
+        end = load_state(ends + cells, o_x, o_y, X, Y)
     return tl.sum(end * state, axis=0) * scale
 
 
@@ -318,10 +324,9 @@ def attend(
     o_x = tl.arange(0, BX) + (i_o * BX if INNER else 0)
     o_y = tl.arange(0, BY) + (0 if INNER else i_o * BY)
     seen = o_t[None, :] >= o_t[:, None] if REV else o_t[None, :] <= o_t[:, None]
-    in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
     slot = i_r.to(tl.int64) * s_b + i_s.to(tl.int64) * s_s
     cells = slot + o_x[:, None] * s_x + o_y[None, :] * s_y
-    state = tl.load(h + cells, mask=in_state, other=0.0).to(tl.float32) * h_scale
+    state = load_state(h + cells, o_x, o_y, X, Y) * h_scale
     z, extra = tl.zeros([BY], dtype=tl.float32), tl.zeros([BT], dtype=tl.float32)
     carry, is_last = tl.zeros_like(z), ends_row(i_s, first, count, T, BT, False, PACKED)
     if NORM:  # the states of z lie as those of a column do, X times as close
@@ -344,22 +349,20 @@ def attend(
         b_a, b_x, b_y = _rows(a, x, y, token, shared, o_t, o_x, o_y, live, H, HY, X, Y, INNER, DT)
         if NORM and not INNER:
             extra = tl.load(column + token + o_t * H, mask=live, other=0.0)
-        b_m = b_y
-        if EXACT and MODE == HEAD:
-            b_m = load_rows(m + shared * Y, o_t, o_y, live, HY, Y)
+        p_m = m + shared * Y
+        b_m = load_rows(p_m, o_t, o_y, live, HY, Y) if EXACT and MODE == HEAD else b_y
         acc, sums, lack, state, z = _step(
             b_a, b_x, b_y, b_m, extra, state, z, seen, enter, token, o_t, T - n * BT,
             H, MODE, INNER, REV, EXACT, NORM, DT,
         )  # fmt: skip
         if MODE == KEY:
-            goes_on = c + 1 < count
-            state = _between(state, enter, leave, row, n, goes_on, o_y, T, Y, BT, REV, step)
+            state = _between(state, enter, leave, row, n, c + 1 < count, o_y, T, Y, BT, REV, step)
         acc = acc * out_scale
         if NORM and INNER:
             p_c, p_f = column + token + o_t * H, floor + token + o_t * H
             acc = _divided(acc, sums * out_scale, eps, p_c, p_f, live, i_o == 0, FLOORED)
         if WEIGH:
-            p_m, part = m + shared * Y, i_o.to(tl.int64) * s_w
+            part = i_o.to(tl.int64) * s_w
             acc, carry = _weigh(
                 w, g, p_m, token, part, acc, lack * out_scale, carry, seen, o_t, o_y, live,
                 H, HY, Y, MODE, REV, PT, PARTS,

@@ -1,8 +1,9 @@
 """Triton kernels that start the passes of the linear recurrence: states before segments of time.
 
-`split` and `head_sums` prepare decays (see ``kernel_passes.py``), `segment` computes what each segment adds to the state, and `scan` turns that into the state before
-each. Letters and modes are those of ``kernel_passes.py``. The segment behind which, backwards
-before which, there is none adds nothing that a pass begins with, and is left out.
+`split` and `head_sums` prepare decays (see ``kernel_passes.py``), `segment` computes what each
+segment adds to the state, and `scan` turns that into the state before each. Letters and modes are
+those of ``kernel_passes.py``. The segment behind which, backwards before which, there is none adds
+nothing that a pass begins with, and is left out.
 """
 
 from __future__ import annotations
