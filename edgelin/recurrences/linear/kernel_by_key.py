@@ -203,8 +203,8 @@ def attend(
                 store_rows(w + token * Y, weight, rows, o_y, live, H, Y)
     if ends_row(i_s, chunk, count, T, BT, REV, PACKED):
         if REV:
-            last = _first_decay(g, before + start, i_h, o_y, start < T, H, Y)
-            state *= tl.exp(last)[None, :] * out_scale
+            decay = _first_decay(g, before + start, i_h, o_y, start < T, H, Y)
+            state *= tl.exp(decay)[None, :] * out_scale
         put_last(final, state, i_n, o_x, o_y, X, Y)
 
 
