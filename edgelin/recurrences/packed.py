@@ -17,8 +17,8 @@ Sequences of one length are one group, and need no copy at all where no empty on
 
 The lengths have to be known to Python. On a GPU, reading ``cu_seqlens`` waits for everything before
 it, so give it on the CPU; what follows from it is kept for the next call with the same numbers,
-such as the next layer's, and nothing is compiled for it. ``torch.compile`` breaks its graph here and compiles what is around it,
-not what is run inside (``fullgraph=True`` is refused).
+such as the next layer's, and nothing is compiled for it. ``torch.compile`` breaks its graph here
+and compiles what is around it, not what is run inside (``fullgraph=True`` is refused).
 """
 
 from __future__ import annotations
