@@ -5,6 +5,11 @@ flash-linear-attention: sequence n has the tokens from ``cu_seqlens[n]`` up to, 
 ``cu_seqlens[n + 1]``; the first entry is 0, the last one all tokens. Inputs are ``[1, T, ...]``,
 states have N rows. A sequence of no tokens gives its state back as it is.
 
+On a GPU the kernels of ``linear`` (but for the bonus), ``delta`` and ``dplr`` read such a row as it
+is, by tables that say where sequences begin (``linear/kernel_places.py``,
+``delta/kernel_chunks.py``); from here they only have :func:`ends_of`. All others, and everything on
+a CPU, go through :func:`run_all`:
+
 The sequences are put into groups, each padded with zeros to its longest one and run as a batch.
 Few groups mean few launches, many mean little padding: a group costs what ``GROUP`` tokens cost,
 beside its tokens and padding, and the groups are those of least cost in all (:func:`_cuts`).
@@ -12,8 +17,8 @@ Sequences of one length are one group, and need no copy at all where no empty on
 
 The lengths have to be known to Python. On a GPU, reading ``cu_seqlens`` waits for everything before
 it, so give it on the CPU; what follows from it is kept for the next call with the same numbers,
-such as the next layer's. ``torch.compile`` breaks its graph here and compiles what is around it,
-not what is run inside (``fullgraph=True`` is refused).
+such as the next layer's, and nothing is compiled for it. ``torch.compile`` breaks its graph here
+and compiles what is around it, not what is run inside (``fullgraph=True`` is refused).
 """
 
 from __future__ import annotations
