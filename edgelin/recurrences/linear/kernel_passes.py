@@ -281,7 +281,7 @@ def put_last(final, state, i_n, o_x, o_y, X: tl.constexpr, Y: tl.constexpr):
 
 @triton.jit
 def _finish(
-    state, z, final, final_z, pid, places, T, chunks, factor, i_n, i_s, first, count, is_first,
+    state, z, final, final_z, pid, places, T, chunks, out_scale, i_n, i_s, first, count, is_first,
     o_x, o_y,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, BT: tl.constexpr,
     REV: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
@@ -290,6 +290,7 @@ def _finish(
     if PACKED:  # read again: over the loop these numbers would hold registers
         i_n, _h, _r, i_s, _b, T, first, count, _row = place(pid, places, T, chunks, H, BT, PACKED)
     if ends_row(i_s, first, count, T, BT, REV, PACKED):
+        factor = out_scale if REV else 1.0
         put_last(final, state * factor, i_n, o_x, o_y, X, Y)
         if NORM:
             tl.store(final_z + i_n * Y + o_y, z * factor, mask=(o_y < Y) & is_first)
@@ -368,8 +369,7 @@ def attend(
                 H, HY, Y, MODE, REV, PT, PARTS,
             )  # fmt: skip
         _put_rows(out, acc, token, o_t, o_x, o_y, live, H, X, Y, INNER)
-    factor, is_first = out_scale if REV else 1.0, (not INNER) | (i_o == 0)
     _finish(
-        state, z, final, final_z, pid, places, T, chunks, factor, i_n, i_s, first, count, is_first,
-        o_x, o_y, H, X, Y, BT, REV, NORM, PACKED,
+        state, z, final, final_z, pid, places, T, chunks, out_scale, i_n, i_s, first, count,
+        (not INNER) | (i_o == 0), o_x, o_y, H, X, Y, BT, REV, NORM, PACKED,
     )  # fmt: skip
