@@ -36,7 +36,7 @@ from edgelin.recurrences import launches
 
 TABLE = Path(launches.__file__).with_suffix(".json")
 WARPS, STAGES = [4, 8], [1, 2, 3]
-_PASS = {"BLOCK": [64, 128], "num_warps": WARPS, "num_stages": STAGES}
+_PASS = {"BLOCK": [32, 64, 128], "num_warps": WARPS, "num_stages": STAGES}
 _SERIAL = {"BV": [16, 32, 64, 128], "num_warps": WARPS, "num_stages": STAGES}
 # Kernel names, as launches.json has them, by the beginning and the word that tells them apart: what
 # to try. The first that fits counts.
