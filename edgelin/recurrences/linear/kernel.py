@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
     q: Tensor
     k: Tensor
-    exponents: Tensor  # float32 [B, T, H, K]
+    exponents: Tensor  # in bits, float32 [B, T, H, K]
     first: Tensor  # log decays of half chunks, float32 [B * H, N, K]
     second: Tensor
     far: Tensor  # marks of segments, int32 [B * H, segments]
@@ -100,7 +100,8 @@ class Walk:
     def _sums(self) -> Tensor:
         """The decays of heads, summed over chunks."""
         assert self.g is not None
-        sums = torch.empty(self.g.shape, dtype=self.plan.wide, device=self.g.device)
+        shape = (*self.places.chunks, self.plan.block_t)
+        sums = torch.empty(shape, dtype=self.plan.wide, device=self.g.device)
         table, programs = self.places.spans
         chunks = None if programs is None else programs // self.plan.shape.heads
         self.plan.sums()(self.g, sums, table, programs=chunks)

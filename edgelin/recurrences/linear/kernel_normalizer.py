@@ -65,10 +65,11 @@ def segment(
     """What a segment adds to the state of the column, of ones or backwards ``column``, into ``h``
     `[B*H, N, Y]`, and by which factor ``total`` `[B*H, N, Y]` it multiplies it."""
     pid = tl.program_id(0)
-    _n, i_h, i_r, i_s, before, T, first, count, _row = place(pid, places, T, chunks, H, BT, PACKED)
+    _n, i_h, i_r, i_s, before, T, first, count, row = place(pid, places, T, chunks, H, BT, PACKED)
     if not PACKED:
         if ends_row(i_s, first, count, T, BT, REV, PACKED):
             return
+    step: tl.constexpr = H if PACKED else 1
     o_t, o_y = tl.arange(0, BT), tl.arange(0, BY)
     z, decay = tl.zeros([BY], dtype=tl.float32), tl.full([BY], 1.0, dtype=tl.float32)
     for c in range(0, count):
@@ -80,7 +81,7 @@ def segment(
         if REV:
             rows *= tl.load(column + token + o_t * H, mask=live, other=0.0)[:, None]
         if MODE == HEAD:
-            _, _, adds, whole = head_decays(sums, token, o_t, T - n * BT, H, REV)
+            _, _, adds, whole = head_decays(sums, row + n * step, o_t, BT, REV)
             rows *= adds[:, None]
             z *= whole
             decay *= whole

@@ -34,26 +34,28 @@ from edgelin.recurrences.linear.kernel_decays import (
     _sums,
     load_rows,
     store_rows,
+    upper,
 )
 from edgelin.recurrences.linear.kernel_places import COLUMNS, ends_row, number_of, place
 from edgelin.recurrences.linear.kernel_segments import halves, head_decays
 
 
 @triton.jit
-def _differences(sums, REV: tl.constexpr):
-    """G_i - G_j `[BT, BT]`, backwards G_j - G_i, float32.
+def _differences(sums, scale, REV: tl.constexpr):
+    """scale * 2^(G_i - G_j) `[BT, BT]`, backwards 2^(G_j - G_i), float32, of any size where j > i.
 
     Heads and tails of float64 sums are subtracted apart: close heads exactly, so that nothing
     cancels.
     """
-    head = sums.to(tl.float32)
-    apart = head[:, None] - head[None, :]
+    head, log_scale = sums.to(tl.float32), tl.log2(scale)
     if sums.dtype == tl.float64:
         tail = (sums - head.to(tl.float64)).to(tl.float32)
-        apart += tail[:, None] - tail[None, :]
-    if REV:
-        apart = -apart
-    return apart
+        apart = head[:, None] - head[None, :] + (tail[:, None] - tail[None, :])
+        return tl.exp2(-apart if REV else apart) * scale
+    elif REV:
+        return tl.exp2(head[None, :] - (head - log_scale)[:, None])
+    else:
+        return tl.exp2((head + log_scale)[:, None] - head[None, :])
 
 
 @triton.jit
@@ -77,31 +79,34 @@ def _exactly(b_a, state, DT: tl.constexpr):
     The decay's gradient is a long sum of q dq - k dk, which cancels only if both passes multiply
     the same numbers: S as it was added up, not rounded.
     """
-    high = state.to(DT)
-    low = (state - high.to(tl.float32)).to(DT)
-    acc = tl.dot(b_a, low, input_precision="ieee")
-    return tl.dot(b_a, high, acc, input_precision="ieee")
+    high = upper(state)
+    acc = tl.dot(b_a, (state - high).to(DT), input_precision="ieee")
+    return tl.dot(b_a, high.to(DT), acc, input_precision="ieee")
 
 
 @triton.jit
-def _lack(acc, b_m, reads, DT: tl.constexpr):
+def _lack(acc, b_m, reads):
     """What a S times the rows of m lacks `[BT]`, likewise: these rows, with a decay a head, as the
-    other pass rounds them before it adds them to its state."""
+    other pass rounds them before it adds them to its state.
+
+    That is to 8 bits, by Dekker's splitting (1971), faster here than to convert twice.
+    """
     rows = b_m.to(tl.float32) * reads[:, None]
-    return tl.sum(acc * (rows.to(DT).to(tl.float32) - rows), axis=1)
+    far = rows * 65537.0
+    return tl.sum(acc * (far - (far - rows) - rows), axis=1)
 
 
 @triton.jit
 def _step(
-    b_a, b_x, b_y, b_m, extra, state, z, seen, sums_g, token, o_t, left,
-    H: tl.constexpr, MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr,
+    b_a, b_x, b_y, b_m, extra, state, z, seen, scale, sums_g, row, o_t,
+    BT: tl.constexpr, MODE: tl.constexpr, INNER: tl.constexpr, REV: tl.constexpr,
     EXACT: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs `[BT, BX or BY]` of a chunk and of one more column of x `[BT]`, what :func:`_lack`
-    says, and the states `[BX, BY]` and `[BY]` after it."""
+    """Outputs `[BT, BX or BY]` of a chunk and of one more column of x `[BT]` times ``scale``, what
+    :func:`_lack` says, and the states `[BX, BY]` and `[BY]` after it."""
     sums, lack = tl.zeros_like(extra), tl.zeros_like(extra)
     if MODE == HEAD:
-        exponents, reads, adds, total = head_decays(sums_g, token, o_t, left, H, REV)
+        exponents, reads, adds, total = head_decays(sums_g, row, o_t, BT, REV)
     if INNER:
         acc = tl.dot(b_a, tl.trans(state.to(DT)), input_precision="ieee")
         scores = tl.dot(b_a, tl.trans(b_y), input_precision="ieee")
@@ -111,7 +116,7 @@ def _step(
         if EXACT:
             acc = _exactly(b_a, state, DT)
             if MODE == HEAD:
-                lack = _lack(acc, b_m, reads, DT)
+                lack = _lack(acc, b_m, reads) * scale
         else:
             acc = tl.dot(b_a, state.to(DT), input_precision="ieee")
         scores = tl.dot(b_a, tl.trans(b_x), input_precision="ieee")
@@ -119,9 +124,10 @@ def _step(
             acc += z[None, :] if REV else extra[:, None] * z[None, :]
             scores += extra[None, :] if REV else extra[:, None]
     if MODE == HEAD:
+        reads *= scale
         acc *= reads[:, None]
         sums *= reads
-        scores *= tl.exp(tl.where(seen, _differences(exponents, REV), float("-inf")))
+        scores *= _differences(exponents, scale, REV)
     scores = tl.where(seen, scores, 0.0)
     if NORM and INNER:
         sums += tl.sum(scores, axis=1)
@@ -130,13 +136,19 @@ def _step(
         acc = tl.dot(scores, b_x, acc, input_precision="ieee")
     else:
         acc = tl.dot(scores, b_y, acc, input_precision="ieee")
-    if MODE == HEAD or NORM:
+    if MODE != HEAD:
+        acc *= scale
+        sums *= scale
+    if MODE == HEAD:
+        state *= total
+        z *= total
+    if MODE == HEAD and INNER and not NORM:  # of x there is less than of y
+        b_x = (b_x.to(tl.float32) * adds[:, None]).to(DT)
+    elif MODE == HEAD or NORM:
         added = b_y.to(tl.float32)
         if MODE == HEAD:
             added *= adds[:, None]
             b_y = added.to(DT)
-            state *= total
-            z *= total
         if NORM:
             z += tl.sum(added * extra[:, None] if REV else added, axis=0)
     return acc, sums, lack, tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee"), z
@@ -180,10 +192,10 @@ def _key_gradients(
     exponents = load_rows(g + token * Y, o_t, o_y, live, H, Y)
     w += token * Y
     if REV:
-        acc *= tl.exp(-exponents)
+        acc *= tl.exp2(-exponents)
         weight, carry = sum_back(w, weight, carry, seen, o_t, o_y, live, H, Y, PT, PARTS)
     else:
-        acc *= tl.exp(exponents)
+        acc *= tl.exp2(exponents)
     store_rows(w, weight, o_t, o_y, live, H, Y)
     return acc, carry
 
@@ -353,19 +365,18 @@ def attend(
         p_m = m + shared * Y
         b_m = load_rows(p_m, o_t, o_y, live, HY, Y) if EXACT and MODE == HEAD else b_y
         acc, sums, lack, state, z = _step(
-            b_a, b_x, b_y, b_m, extra, state, z, seen, enter, token, o_t, T - n * BT,
-            H, MODE, INNER, REV, EXACT, NORM, DT,
+            b_a, b_x, b_y, b_m, extra, state, z, seen, out_scale, enter, row + n * step, o_t,
+            BT, MODE, INNER, REV, EXACT, NORM, DT,
         )  # fmt: skip
         if MODE == KEY:
             state = _between(state, enter, leave, row, n, c + 1 < count, o_y, T, Y, BT, REV, step)
-        acc = acc * out_scale
         if NORM and INNER:
             p_c, p_f = column + token + o_t * H, floor + token + o_t * H
-            acc = _divided(acc, sums * out_scale, eps, p_c, p_f, live, i_o == 0, FLOORED)
+            acc = _divided(acc, sums, eps, p_c, p_f, live, i_o == 0, FLOORED)
         if WEIGH:
             part = i_o.to(tl.int64) * s_w
             acc, carry = _weigh(
-                w, g, p_m, token, part, acc, lack * out_scale, carry, seen, o_t, o_y, live,
+                w, g, p_m, token, part, acc, lack, carry, seen, o_t, o_y, live,
                 H, HY, Y, MODE, REV, PT, PARTS,
             )  # fmt: skip
         _put_rows(out, acc, token, o_t, o_x, o_y, live, H, X, Y, INNER)

@@ -43,7 +43,9 @@ def place(pid, places, T, chunks, H: tl.constexpr, BT: tl.constexpr, PACKED: tl.
     else:
         i_bh, i_s = pid, tl.program_id(1)
         before, row = (i_bh // H).to(tl.int64) * T, i_bh.to(tl.int64) * tl.cdiv(T, BT)
-        return i_bh, i_bh % H, i_bh, i_s, before, T, i_s * chunks, chunks, row
+        first = i_s * chunks
+        count = tl.minimum(chunks, tl.cdiv(T, BT) - first)
+        return i_bh, i_bh % H, i_bh, i_s, before, T, first, count, row
 
 
 @triton.jit

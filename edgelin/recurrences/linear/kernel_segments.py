@@ -15,6 +15,7 @@ from edgelin.recurrences.linear.kernel_decays import (
     FLOOR,
     HEAD,
     KEY,
+    LOG2E,
     NONE,
     REACH,
     from_middle,
@@ -31,8 +32,9 @@ def split(
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr,
     PT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys with the decays to and from the middle of a chunk, ``exponents`` G_i - G_m,
-    the log decays of both halves `[B*H, N, K]`, and marks on the segments that are ``far``."""
+    """Queries and keys with the decays to and from the middle of a chunk, ``exponents`` G_i - G_m
+    in bits, the log decays of both halves `[B*H, N, K]`, and marks on the segments that are
+    ``far``."""
     i_h, token, left, mark = place_of_chunk(spans, T, per_segment, H, BT, PACKED)
     o_t, o_k = tl.arange(0, BT), tl.program_id(1) * BK + tl.arange(0, BK)
     row, col = o_t[:, None], o_t[None, :]
@@ -47,7 +49,7 @@ def split(
     store_rows(q_split + p, rows, o_t, o_k, live, H, K)
     rows = load_rows(k + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(-sums)
     store_rows(k_split + p, rows, o_t, o_k, live, H, K)
-    store_rows(exponents + p, sums, o_t, o_k, live, H, K)
+    store_rows(exponents + p, sums * LOG2E, o_t, o_k, live, H, K)
     p_half = tl.program_id(0).to(tl.int64) * K + o_k
     tl.store(first + p_half, early, mask=o_k < K)
     tl.store(second + p_half, late, mask=o_k < K)
@@ -65,35 +67,33 @@ def head_sums(
     g, sums, spans, T,
     H: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """G `[B, T, H]`, sums of the decays of heads from the first token of each chunk on.
+    """G in bits, sums of the log decays of heads from the first token of a chunk on: `[B*H, N, BT]`
+    for N chunks of a row, packed `[N, H, BT]`. Rows behind the last token have the last one's.
 
     Made once, since every chunk of every pass would wait for them.
     """
-    chunk = tl.program_id(0)
+    chunk, chunks = tl.program_id(0), tl.cdiv(T, BT)
+    o_t, o_h = tl.arange(0, BT)[:, None], tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
     if PACKED:
         token, left = tl.load(spans + chunk * 3).to(tl.int64), tl.load(spans + chunk * 3 + 1)
+        row = chunk.to(tl.int64) * H + o_h
     else:
-        n = chunk % tl.cdiv(T, BT)
-        token, left = (chunk // tl.cdiv(T, BT)).to(tl.int64) * T + n * BT, T - n * BT
-    o_t, o_h = tl.arange(0, BT)[:, None], tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
+        b, n = (chunk // chunks).to(tl.int64), chunk % chunks
+        token, left = b * T + n * BT, T - n * BT
+        row = (b * H + o_h) * chunks + n
     live = (o_t < left) & (o_h < H)
-    cells = (token + o_t) * H + o_h
-    steps = tl.maximum(tl.load(g + cells, mask=live, other=0.0).to(tl.float32), FLOOR)
-    tl.store(sums + cells, tl.cumsum(steps.to(sums.dtype.element_ty), axis=0), mask=live)
+    steps = tl.load(g + (token + o_t) * H + o_h, mask=live, other=0.0).to(tl.float32)
+    steps = tl.maximum(steps, FLOOR).to(sums.dtype.element_ty) * LOG2E
+    tl.store(sums + row * BT + o_t, tl.cumsum(steps, axis=0), mask=o_h < H)
 
 
 @triton.jit
-def head_decays(sums, token, o_t, left, H: tl.constexpr, REV: tl.constexpr):
-    """G `[BT]` of a head, factors of what a row reads and adds, and the decay of the whole.
-
-    Rows behind the ``left`` tokens of the chunk have the last one's G.
-    """
-    last = tl.minimum(left, o_t.shape[0]) - 1
-    p, is_live = sums + token, last >= 0
-    sums = tl.load(p + tl.minimum(o_t, last) * H, mask=(o_t >= 0) & is_live, other=0.0)
-    total = tl.load(p + last * H, mask=is_live, other=0.0)
-    up, down = tl.exp(sums.to(tl.float32)), tl.exp((total - sums).to(tl.float32))
-    total = tl.exp(total.to(tl.float32))
+def head_decays(sums, row, o_t, BT: tl.constexpr, REV: tl.constexpr):
+    """G `[BT]` of a head's chunk in bits, factors of what a row reads and adds, and the whole's."""
+    p = sums + row * BT
+    sums, total = tl.load(p + o_t), tl.load(p + (BT - 1))
+    up, down = tl.exp2(sums.to(tl.float32)), tl.exp2((total - sums).to(tl.float32))
+    total = tl.exp2(total.to(tl.float32))
     if REV:
         return sums, down, up, total
     else:
@@ -133,7 +133,7 @@ def segment(
         b_x = load_rows(x + token * X, o_t, o_x, live, H, X).to(DT)
         b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
         if MODE == HEAD:
-            _, _, adds, whole = head_decays(enter, token, o_t, T - n * BT, H, REV)
+            _, _, adds, whole = head_decays(enter, row + n * step, o_t, BT, REV)
             b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
             state *= whole
             decay *= whole
