@@ -36,11 +36,14 @@ from edgelin.recurrences import launches
 
 TABLE = Path(launches.__file__).with_suffix(".json")
 WARPS, STAGES = [4, 8], [1, 2, 3]
-_PASS = {"BLOCK": [32, 64, 128], "num_warps": WARPS, "num_stages": STAGES}
+_PASS = {"BLOCK": [64, 128], "num_warps": WARPS, "num_stages": STAGES}
+_OUTER = {**_PASS, "BLOCK": [32, 64, 128]}  # of these the other side of the state is whole
 _SERIAL = {"BV": [16, 32, 64, 128], "num_warps": WARPS, "num_stages": STAGES}
 # Kernel names, as launches.json has them, by the beginning and the word that tells them apart: what
 # to try. The first that fits counts.
 GRID: dict[tuple[str, str], dict[str, list[int]]] = {
+    ("linear", " dq "): _OUTER,
+    ("linear", " dk "): _OUTER,
     ("linear", " split "): {"BK": [32, 64, 128], "num_warps": [2, 4, 8]},
     ("linear", ""): _PASS,
     ("", " states "): _SERIAL,
@@ -127,33 +130,39 @@ def tune(kernel: str, step: measure.Step) -> Iterator[tuple[float, launches.Choi
     launches.forget()
 
 
-def compile_share(name: str, shape: str, word: str, part: int, parts: int) -> None:
-    """Compile every ``parts``-th configuration of all kernels of a case, by running them."""
-    step = step_of(name, shape)
-    for kernel in kernels_of(step, word):
-        for choice in grid(kernel)[part::parts]:
-            launches.table()[kernel] = [choice]
+def compile_share(names: list[str], shape: str, word: str, part: int, parts: int) -> None:
+    """Compile every ``parts``-th configuration of all kernels of cases, by running them."""
+    turn = 0
+    for name in names:
+        step = step_of(name, shape)
+        for kernel in kernels_of(step, word):
+            before = launches.table().get(kernel)
+            for choice in grid(kernel):
+                turn += 1
+                if turn % parts != part:
+                    continue
+                launches.table()[kernel] = [choice]
+                launches.forget()
+                try:
+                    step()
+                except Exception:  # said when it is measured
+                    torch.cuda.synchronize()
+            launches.table().pop(kernel, None)
+            if before is not None:
+                launches.table()[kernel] = before
             launches.forget()
-            try:
-                step()
-            except Exception:  # said when it is measured
-                torch.cuda.synchronize()
-        launches.table().pop(kernel)
-        launches.forget()
 
 
 def compile_ahead(names: list[str], options: argparse.Namespace) -> None:
     """Fill Triton's cache from several processes, in small shapes that ask for the same kernels."""
 
-    def one(job: tuple[str, int]) -> None:
-        name, part = job
-        command = [sys.executable, __file__, "--compile", f"{name},{part},{options.workers}",
-                   "--kernels", options.kernels]  # fmt: skip
+    def one(part: int) -> None:
+        command = [sys.executable, __file__, "--compile", f"{part},{options.workers}",
+                   "--only", ",".join(names), "--kernels", options.kernels]  # fmt: skip
         subprocess.run(command, capture_output=True, timeout=options.seconds)
 
-    jobs = [(name, part) for name in names for part in range(options.workers)]
     with ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(one, jobs))
+        list(pool.map(one, range(options.workers)))
 
 
 def parse() -> argparse.Namespace:
@@ -176,11 +185,11 @@ def main() -> None:
     """Tune the kernels of the chosen cases, one after the other."""
     began, options = time.monotonic(), parse()
     need_gpu()
-    if options.compile:
-        name, part, parts = options.compile.split(",")
-        compile_share(name, "2x1024", options.kernels, int(part), int(parts))
-        return
     names = selected(options.only, [n for n, case in CASES.items() if "ours" in case.calls])
+    if options.compile:
+        part, parts = map(int, options.compile.split(","))
+        compile_share(names, "2x1024", options.kernels, part, parts)
+        return
     compile_ahead(names, options)
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     done: set[str] = set()

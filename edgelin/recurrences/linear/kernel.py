@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
     q: Tensor
     k: Tensor
-    exponents: Tensor  # in bits, float32 [B, T, H, K]
+    exponents: Tensor  # in bits, float32 [B, T, H, K]; forwards nothing
     first: Tensor  # log decays of half chunks, float32 [B * H, N, K]
     second: Tensor
     far: Tensor  # marks of segments, int32 [B * H, segments]
@@ -90,11 +90,12 @@ class Walk:
         assert g is not None
         halves = (*self.places.chunks, plan.shape.key)
         first, second = (g.new_empty(halves, dtype=torch.float32) for _ in range(2))
-        exponents = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        backwards = "do" in self.tensors
+        exponents = torch.empty(q.shape if backwards else 0, dtype=torch.float32, device=q.device)
         far = torch.zeros(self.places.parts, dtype=torch.int32, device=q.device)
         made = Split(torch.empty_like(q), torch.empty_like(k), exponents, first, second, far)
         spans, programs = self.places.spans
-        plan.split()(q, k, g, *made, spans, programs=programs)
+        plan.split(backwards)(q, k, g, *made, spans, programs=programs)
         return made
 
     def _sums(self) -> Tensor:

@@ -49,16 +49,21 @@ def place(pid, places, T, chunks, H: tl.constexpr, BT: tl.constexpr, PACKED: tl.
 
 
 @triton.jit
-def place_of_chunk(spans, T, per_segment, H: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr):
-    """Head of this program's chunk, its first token, tokens from there on, mark of its segment."""
+def place_of_chunk(
+    pid, spans, T, per_segment, H: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr
+):
+    """Of a program that takes a chunk of a head: the head, first token, tokens from there on, mark
+    of the segment, number of the chunk. Heads of a chunk begin together: they lie together."""
+    i_h, chunk = pid % H, pid // H
     if PACKED:
-        i_h, p = tl.program_id(0) % H, spans + tl.program_id(0) // H * 3
-        return i_h, tl.load(p).to(tl.int64), tl.load(p + 1), tl.load(p + 2) * H + i_h
+        p = spans + chunk * 3
+        return i_h, tl.load(p).to(tl.int64), tl.load(p + 1), tl.load(p + 2) * H + i_h, pid
     else:
         chunks = tl.cdiv(T, BT)
-        i_bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-        token = (i_bh // H).to(tl.int64) * T + n * BT
-        return i_bh % H, token, T - n * BT, i_bh * tl.cdiv(chunks, per_segment) + n // per_segment
+        b, n = chunk // chunks, chunk % chunks
+        i_bh, token = b * H + i_h, b.to(tl.int64) * T + n * BT
+        mark = i_bh * tl.cdiv(chunks, per_segment) + n // per_segment
+        return i_h, token, T - n * BT, mark, i_bh * chunks + n
 
 
 @triton.jit

@@ -155,17 +155,17 @@ class Plan:
         return launch_of(kind.name, self.shape.mode, self.shape.half, *self.widths(kind), normal)
 
     @planned
-    def split(self) -> Launch:
+    def split(self, exponents: bool) -> Launch:
         """Of ``kernel_segments.split``."""
         time, heads, key = self.shape[1:4]
         rule = {"BK": min(64, whole_of(key)), "num_warps": 4}
         chosen = choose(f"linear key split {key}", rule)
+        tiles = cdiv(key, chosen["BK"])
         return Launch(
             kernel_segments.split,
-            (self.rows * cdiv(time, self.block_t), cdiv(key, chosen["BK"])),
-            time, self.chunks,
-            H=heads, K=key, BT=self.block_t, PACKED=self.packed, PT=self.dtypes["PT"], PARTS=3,
-            **chosen,
+            (self.rows * cdiv(time, self.block_t) * tiles,), time, self.chunks, tiles=tiles,
+            H=heads, K=key, BT=self.block_t, PACKED=self.packed, EXPONENTS=exponents,
+            PT=self.dtypes["PT"], PARTS=3, **chosen,
         )  # fmt: skip
 
     @planned

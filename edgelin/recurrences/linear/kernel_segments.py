@@ -30,13 +30,15 @@ from edgelin.recurrences.linear.kernel_places import ends_row, number_of, place,
 def split(
     q, k, g, q_split, k_split, exponents, first, second, far, spans, T, per_segment,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr,
-    PT: tl.constexpr, PARTS: tl.constexpr,
+    EXPONENTS: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Queries and keys with the decays to and from the middle of a chunk, ``exponents`` G_i - G_m
-    in bits, the log decays of both halves `[B*H, N, K]`, and marks on the segments that are
-    ``far``."""
-    i_h, token, left, mark = place_of_chunk(spans, T, per_segment, H, BT, PACKED)
-    o_t, o_k = tl.arange(0, BT), tl.program_id(1) * BK + tl.arange(0, BK)
+    in bits (which gradients need), the log decays of both halves `[B*H, N, K]`, and marks on the
+    segments that are ``far``."""
+    blocks: tl.constexpr = (K + BK - 1) // BK
+    pid, i_k = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i_h, token, left, mark, number = place_of_chunk(pid, spans, T, per_segment, H, BT, PACKED)
+    o_t, o_k = tl.arange(0, BT), i_k * BK + tl.arange(0, BK)
     row, col = o_t[:, None], o_t[None, :]
     live = o_t < left
     p = (token * H + i_h) * K
@@ -49,8 +51,9 @@ def split(
     store_rows(q_split + p, rows, o_t, o_k, live, H, K)
     rows = load_rows(k + p, o_t, o_k, live, H, K).to(tl.float32) * tl.exp(-sums)
     store_rows(k_split + p, rows, o_t, o_k, live, H, K)
-    store_rows(exponents + p, sums * LOG2E, o_t, o_k, live, H, K)
-    p_half = tl.program_id(0).to(tl.int64) * K + o_k
+    if EXPONENTS:
+        store_rows(exponents + p, sums * LOG2E, o_t, o_k, live, H, K)
+    p_half = number.to(tl.int64) * K + o_k
     tl.store(first + p_half, early, mask=o_k < K)
     tl.store(second + p_half, late, mask=o_k < K)
 
@@ -124,7 +127,7 @@ def segment(
     o_x = i_o // blocks * BX + tl.arange(0, BX)
     o_y = i_o % blocks * BY + tl.arange(0, BY)
     state = tl.zeros([BX, BY], dtype=tl.float32)
-    decay = tl.full([BY], 1.0, dtype=tl.float32)
+    decay, leaving = tl.full([BY], 1.0, dtype=tl.float32), tl.zeros([BY], dtype=tl.float32)
     for c in range(0, count):
         n = first + (count - 1 - c if REV else c)
         live = n * BT + o_t < T
@@ -138,14 +141,14 @@ def segment(
             state *= whole
             decay *= whole
         if MODE == KEY:
-            entering = tl.exp(halves(enter, row, n, o_y, T, Y, BT, step))
-            state *= entering[None, :]
-            decay *= entering
+            between = tl.exp(leaving + halves(enter, row, n, o_y, T, Y, BT, step))
+            state *= between[None, :]
+            decay *= between
+            leaving = halves(leave, row, n, o_y, T, Y, BT, step)
         state = tl.dot(tl.trans(b_x), b_y, state, input_precision="ieee")
-        if MODE == KEY:
-            leaving = tl.exp(halves(leave, row, n, o_y, T, Y, BT, step))
-            state *= leaving[None, :]
-            decay *= leaving
+    if MODE == KEY:
+        state *= tl.exp(leaving)[None, :]
+        decay *= tl.exp(leaving)
     put_segment(h, total, state, decay, i_r, i_s, i_o < blocks, o_x, o_y, H, X, Y, PACKED)
 
 
