@@ -43,6 +43,12 @@ def upper(x):
 
 
 @triton.jit
+def nearest(x):
+    """float32 rounded to a bfloat16 (of two as near the larger one), likewise."""
+    return upper((x.to(tl.int32, bitcast=True) + 32768).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _sums(mask, g, PT: tl.constexpr, PARTS: tl.constexpr):
     """``mask @ g`` for a 0/1 mask `[BT, BT]` and float32 g `[BT, N]`, exact to PARTS * 8 bits."""
     return _weighted_sums(tl.where(mask, 1.0, 0.0), g, PT, PARTS)

@@ -33,6 +33,7 @@ from edgelin.recurrences.linear.kernel_decays import (
     KEY,
     _sums,
     load_rows,
+    nearest,
     store_rows,
     upper,
 )
@@ -87,13 +88,9 @@ def _exactly(b_a, state, DT: tl.constexpr):
 @triton.jit
 def _lack(acc, b_m, reads):
     """What a S times the rows of m lacks `[BT]`, likewise: these rows, with a decay a head, as the
-    other pass rounds them before it adds them to its state.
-
-    That is to 8 bits, by Dekker's splitting (1971), faster here than to convert twice.
-    """
+    other pass rounds them before it adds them to its state."""
     rows = b_m.to(tl.float32) * reads[:, None]
-    far = rows * 65537.0
-    return tl.sum(acc * (far - (far - rows) - rows), axis=1)
+    return tl.sum(acc * (nearest(rows) - rows), axis=1)
 
 
 @triton.jit
