@@ -105,6 +105,11 @@ def close(made: Inputs, dtype: torch.dtype, device: str, bound: float) -> None:
     results, expected = kernel_results(made, dtype, device), expected_results(made, device)
     names = ("o", "last", *("d" + name for name in NAMES))
     errors = {n: error(r, e) for n, r, e in zip(names, results, expected, strict=True)}
+    if dtype == torch.bfloat16:
+        # A decay's gradient is a sum of q dq - k dk - ..., so these products set its rounding error.
+        truth = dict(zip(names, expected, strict=True))
+        noise = (made["q"].to(device) * truth["dq"]).abs().max() / truth["dg"].abs().max()
+        errors["dg"] /= max(1.0, float(noise))
     assert max(errors.values()) < bound and not any(e != e for e in errors.values()), errors
     wide = {"last", "dg", "dstate"}
     kinds = {n: torch.float32 if n in wide else dtype for n in names}
@@ -149,6 +154,13 @@ def test_kernels_with_one_key_for_all_tokens(decay: str, beta: float, device: st
 @pytest.mark.parametrize("decay", DECAYS)
 def test_kernels_at_any_decay(decay: str, device: str) -> None:
     close(inputs(70, decay=decay), torch.float32, device, 1e-5)
+
+
+def test_mild_and_strong_decays_in_chunks_of_several_heads(device: str) -> None:
+    """Each chunk is computed once: the mild ones by some programs, the others by others."""
+    made = inputs(70, batch=2, heads=2, decay="mixed")
+    made["g"][0, :64, 1] = made["g"][1, :64] = made["g"][1, 64:, 1] = -0.001
+    close(made, torch.float32, device, 1e-5)
 
 
 def test_no_gradient_below_the_floor(device: str) -> None:
