@@ -106,9 +106,9 @@ def close(made: Inputs, dtype: torch.dtype, device: str, bound: float) -> None:
     names = ("o", "last", *("d" + name for name in NAMES))
     errors = {n: error(r, e) for n, r, e in zip(names, results, expected, strict=True)}
     if dtype == torch.bfloat16:
-        # A decay's gradient is a sum of q dq - k dk - ..., so these products set its rounding error.
-        truth = dict(zip(names, expected, strict=True))
-        noise = (made["q"].to(device) * truth["dq"]).abs().max() / truth["dg"].abs().max()
+        # A decay's gradient is a sum of q dq - k dk - ..., so these products set its error.
+        truth = dict(zip(names, (x.detach() for x in expected), strict=True))
+        noise = (made["q"].detach().to(device) * truth["dq"]).abs().max() / truth["dg"].abs().max()
         errors["dg"] /= max(1.0, float(noise))
     assert max(errors.values()) < bound and not any(e != e for e in errors.values()), errors
     wide = {"last", "dg", "dstate"}
