@@ -85,7 +85,7 @@ def test_sentencepiece_gives_the_same_ids_and_text(tmp_path: Path, kind: str, na
         assert shown == oracle.decode(ids).replace(" ⁇ ", "<unk>"), text
         if settings is LLAMA or settings is GEMMA:
             assert shown == text.replace("▁", " ")
-    assert ties < 15  # of 300
+    assert ties < 30  # of 300; how many depends on the pieces that training finds
 
 
 def ascii_texts(symbols: list[str]) -> list[str]:
