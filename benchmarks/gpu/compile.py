@@ -37,9 +37,9 @@ from triton.runtime.jit import JITFunction
 from edgelin.recurrences import delta, diagonal, dplr, linear, packed
 from edgelin.recurrences.operator import Operator
 
-OPERATORS = [linear._linear, linear._normalized, linear.packed_rows.run,
-             linear.packed_rows.run_normalized, delta._delta, delta.packed_rows.run, dplr._dplr,
-             dplr.packed_rows.run, diagonal._diagonal]  # fmt: skip
+OPERATORS = [linear._linear, linear.on_gpu.run_packed, linear.on_gpu.run_normalized, delta._delta,
+             delta.on_gpu.run_packed, dplr._dplr, dplr.on_gpu.run_packed,
+             diagonal._diagonal]  # fmt: skip
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BLOCKS = ("BX", "BY", "BT", "BK", "BV", "BN", "BD", "BLOCK", "S", "MODE")

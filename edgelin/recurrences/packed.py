@@ -179,6 +179,11 @@ def ends_of(cu_seqlens: Tensor, steps: list[Tensor], states: list[Tensor]) -> tu
     return ends
 
 
+def fixed(ends: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Ends as what is kept for them is looked up by: a custom op hands on a list."""
+    return None if ends is None else tuple(ends)
+
+
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # the next call may train
 def _plan(ends: tuple[int, ...], device: torch.device, fixed: int) -> Plan:

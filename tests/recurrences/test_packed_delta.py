@@ -11,10 +11,10 @@ from comparisons import Inputs, rounded, to
 from delta_cases import SCALE, close, inputs, with_gradients
 from torch import Tensor
 
-from edgelin.recurrences.delta import delta, packed_rows
+from edgelin.recurrences.delta import delta, on_gpu
 from edgelin.recurrences.delta.reference import reference as delta_loop
 from edgelin.recurrences.dplr import dplr
-from edgelin.recurrences.dplr import packed_rows as dplr_rows
+from edgelin.recurrences.dplr import on_gpu as dplr_on_gpu
 from edgelin.recurrences.dplr.reference import reference as dplr_loop
 
 LENGTHS = [1, 63, 64, 65, 0, 130, 0]
@@ -67,7 +67,9 @@ def check(
     """Compare the kernels' values and gradients with the loop's."""
     made, general = rounded(made, dtype), "a" in made
     loop, op, operator = (
-        (dplr_loop, dplr, dplr_rows.run) if general else (delta_loop, delta, packed_rows.run)
+        (dplr_loop, dplr, dplr_on_gpu.run_packed)
+        if general
+        else (delta_loop, delta, on_gpu.run_packed)
     )
 
     def kernels(*inputs: Any, scale: float) -> tuple[Tensor, Tensor]:
@@ -112,7 +114,7 @@ def test_an_empty_sequence_hands_its_state_and_gradient_on(device: str) -> None:
     made = packed_inputs([0, 9])
     arguments = to(made, torch.float32, device)
     state = arguments[-1].requires_grad_()
-    _, after = packed_rows.run(*arguments, SCALE, (0, 0, 9))
+    _, after = on_gpu.run_packed(*arguments, SCALE, (0, 0, 9))
     assert torch.equal(after[0], state[0])
     up = torch.randn_like(after)
     (grad,) = torch.autograd.grad(after, state, up)
@@ -123,9 +125,9 @@ def test_a_sequence_does_not_see_nan_of_another(device: str) -> None:
     lengths = [5, 66, 64]
     made = packed_inputs(lengths)
     arguments = to(made, torch.float32, device)
-    whole, states = packed_rows.run(*arguments, SCALE, ends(lengths))
+    whole, states = on_gpu.run_packed(*arguments, SCALE, ends(lengths))
     arguments[2][:, 5:71] = torch.nan
-    o, after = packed_rows.run(*arguments, SCALE, ends(lengths))
+    o, after = on_gpu.run_packed(*arguments, SCALE, ends(lengths))
     for kept in (slice(0, 5), slice(71, None)):
         assert torch.equal(o[:, kept], whole[:, kept])
     assert torch.equal(after[::2], states[::2]) and after[1].isnan().any()
@@ -136,9 +138,9 @@ def test_training_after_inference(device: str) -> None:
     made = packed_inputs([20, 1, 22])
     arguments = to(made, torch.float32, device)
     with torch.inference_mode():
-        packed_rows.run(*arguments, SCALE, (0, 20, 21, 43))
+        on_gpu.run_packed(*arguments, SCALE, (0, 20, 21, 43))
     arguments[0].requires_grad_()
-    packed_rows.run(*arguments, SCALE, (0, 20, 21, 43))[0].sum().backward()
+    on_gpu.run_packed(*arguments, SCALE, (0, 20, 21, 43))[0].sum().backward()
     assert arguments[0].grad is not None and arguments[0].grad.isfinite().all()
 
 

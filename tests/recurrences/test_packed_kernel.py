@@ -74,7 +74,7 @@ def named(outputs: list[Tensor]) -> dict[str, Tensor]:
 
 def run(made: Inputs, lengths: list[int], ups: list[Tensor], device: str) -> dict[str, Tensor]:
     """By the kernels: on a GPU by the public function, which elsewhere would pad."""
-    from edgelin.recurrences.linear import packed_rows
+    from edgelin.recurrences.linear import on_gpu
 
     ends = tuple(accumulate(lengths, initial=0))
     leaves = {n: None if x is None else x.to(device).detach().requires_grad_()
@@ -82,9 +82,9 @@ def run(made: Inputs, lengths: list[int], ups: list[Tensor], device: str) -> dic
     if device == "cuda":
         outputs = linear(**leaves, scale=SCALE, eps=EPS, cu_seqlens=torch.tensor(ends))
     elif "normalizer" in made:
-        outputs = packed_rows.run_normalized(*leaves.values(), SCALE, EPS, ends)
+        outputs = on_gpu.run_normalized(*leaves.values(), SCALE, EPS, ends)
     else:
-        outputs = packed_rows.run(*leaves.values(), SCALE, ends)
+        outputs = on_gpu.run_packed(*leaves.values(), SCALE, ends)
     given = {n: x for n, x in leaves.items() if x is not None}
     grads = torch.autograd.grad(outputs, list(given.values()), [up.to(device) for up in ups])
     pairs = zip(given, grads, strict=True)
@@ -208,7 +208,7 @@ def test_op_registration(normal: int, device: str) -> None:
     """Schema, fake and autograd registrations agree."""
     made = draw("head", [2, 5], normal=normal, heads=1)
     leaves = [x.to(device).requires_grad_() for x in made.values()]
-    op = torch.ops.edgelin.linear_packed_normalized if normal else torch.ops.edgelin.linear_packed
+    op = torch.ops.edgelin.linear_normalized if normal else torch.ops.edgelin.linear_packed
     numbers = (SCALE, EPS, [0, 2, 7]) if normal else (SCALE, [0, 2, 7])
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(op.default, (*leaves, *numbers), test_utils=tests)

@@ -18,14 +18,14 @@ eq. 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from edgelin.recurrences import packed, widths
 from edgelin.recurrences.arguments import Arguments
-from edgelin.recurrences.delta import chunked, packed_rows
+from edgelin.recurrences.delta import chunked, on_gpu
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.operator import Operator
@@ -110,11 +110,6 @@ def by_value_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _by_key(g: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether every key has a decay of its own."""
-    return g is not None and g.dim() == 4
-
-
 def _packed(
     q: Tensor,
     k: Tensor,
@@ -133,7 +128,7 @@ def _packed(
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        o, last = packed_rows.run(q, k, v, beta, g, state, scale, ends)
+        o, last = on_gpu.run_packed(q, k, v, beta, g, state, scale, ends)
         return o, last
 
     return widths.run_fitting(run, q, k, v, g, state)
@@ -153,16 +148,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Kernel on CUDA tensors, chunked form elsewhere, which keeps nothing."""
     q, k = by_value_head(q, k, v)  # a traced model still has them by key head
-    if v.is_cuda and _by_key(g):
-        from edgelin.recurrences.dplr import kernel as dplr_kernel
-
-        o, last, carried = dplr_kernel.delta_forward(q, k, v, beta, g, state, scale)
-        return o, last, carried.distinct()
     if v.is_cuda:
-        from edgelin.recurrences.delta import kernel
-
-        o, last, kept = kernel.forward(q, k, v, beta, g, state, scale)
-        return o, last, list(kept)
+        return on_gpu.forward(q, k, v, beta, g, state, scale, None)
     return *chunked.forward(q, k, v, beta, g, state, scale), []
 
 
@@ -170,17 +157,7 @@ def _allocate(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor, scale: float
 ) -> list[Tensor]:
     """Memory for what is kept."""
-    if v.is_cuda and _by_key(g):
-        from edgelin.recurrences.dplr import kernel as dplr_kernel
-        from edgelin.recurrences.dplr import kernel_inputs
-
-        tied = kernel_inputs.Inputs.prepare(q, k, v, g, state, beta=beta)
-        return dplr_kernel.allocate(tied).distinct()
-    if v.is_cuda:
-        from edgelin.recurrences.delta import kernel
-
-        return list(kernel.allocate(kernel.Inputs.prepare(q, k, v, beta, g, state)))
-    return []
+    return on_gpu.allocate(q, k, v, beta, g, state, scale, None) if v.is_cuda else []
 
 
 def _backward(
@@ -199,17 +176,8 @@ def _backward(
 
     Where ``kept`` is empty, all but the inputs is computed again.
     """
-    if v.is_cuda and _by_key(g):
-        from edgelin.recurrences.dplr import kernel as dplr_kernel
-        from edgelin.recurrences.dplr import kernel_backward as dplr_backward
-
-        carried = dplr_kernel.Carried.of(kept) if kept else None
-        return dplr_backward.delta_backward(q, k, v, beta, g, state, scale, do, dstate, carried)
     if v.is_cuda:
-        from edgelin.recurrences.delta import kernel, kernel_backward
-
-        made = kernel.Carried(*kept) if kept else None
-        return kernel_backward.backward(q, k, v, beta, g, state, scale, do, dstate, made)
+        return on_gpu.backward(q, k, v, beta, g, state, scale, None, do, dstate, kept)
     return chunked.backward(q, k, v, beta, g, state, scale, do, dstate)
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from edgelin.recurrences import packed, widths
 from edgelin.recurrences.arguments import Arguments
-from edgelin.recurrences.dplr import chunked, packed_rows
+from edgelin.recurrences.dplr import chunked, on_gpu
 from edgelin.recurrences.lengths import masked
 from edgelin.recurrences.operator import Operator
 
@@ -117,7 +117,7 @@ def _packed(
 ) -> tuple[Tensor, Tensor]:
     """Kernels that read packed rows."""
     ends = packed.ends_of(cu_seqlens, [q, k, v, a, b, g], [state])
-    return _fitting(packed_rows.run, q, k, v, a, b, g, state, scale, ends)
+    return _fitting(on_gpu.run_packed, q, k, v, a, b, g, state, scale, ends)
 
 
 _packed = torch.compiler.disable(_packed, reason="Python reads the lengths of packed sequences")
@@ -135,10 +135,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Kernel on CUDA tensors, chunked form elsewhere, which keeps nothing."""
     if v.is_cuda:
-        from edgelin.recurrences.dplr import kernel
-
-        o, last, carried = kernel.forward(q, k, v, a, b, g, state, scale)
-        return o, last, carried.distinct()
+        return on_gpu.forward(q, k, v, a, b, g, state, scale, None)
     return *chunked.forward(q, k, v, a, b, g, state, scale), []
 
 
@@ -153,12 +150,7 @@ def _allocate(
     scale: float,
 ) -> list[Tensor]:
     """Memory for what is kept."""
-    if not v.is_cuda:
-        return []
-    from edgelin.recurrences.dplr import kernel, kernel_inputs
-
-    made = kernel_inputs.Inputs.prepare(q, k, v, g, state, pair=(a, b))
-    return kernel.allocate(made).distinct()
+    return on_gpu.allocate(q, k, v, a, b, g, state, scale, None) if v.is_cuda else []
 
 
 def _backward(
@@ -179,10 +171,7 @@ def _backward(
     Where ``kept`` is empty, all but the inputs is computed again.
     """
     if v.is_cuda:
-        from edgelin.recurrences.dplr import kernel, kernel_backward
-
-        carried = kernel.Carried.of(kept) if kept else None
-        return kernel_backward.backward(q, k, v, a, b, g, state, scale, do, dstate, carried)
+        return on_gpu.backward(q, k, v, a, b, g, state, scale, None, do, dstate, kept)
     return chunked.backward(q, k, v, a, b, g, state, scale, do, dstate)
 
 

@@ -36,7 +36,7 @@ from edgelin.recurrences import packed, widths
 from edgelin.recurrences.arguments import Arguments
 from edgelin.recurrences.exporting import is_exporting
 from edgelin.recurrences.lengths import masked
-from edgelin.recurrences.linear import chunked, delayed, packed_rows
+from edgelin.recurrences.linear import chunked, delayed, on_gpu
 from edgelin.recurrences.operator import Operator
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]  # q, k, v, g, state
@@ -103,7 +103,7 @@ def linear(
     if cu_seqlens is not None and q.is_cuda and bonus is None:
         return _packed(cu_seqlens, (q, k, v, g, state), normalizer, floor, scale, eps)
     if normalizer is not None and cu_seqlens is None and _takes_column(q, k, v, g):
-        return _normalized(q, k, v, g, state, normalizer, floor, scale, eps)
+        return on_gpu.run_normalized(q, k, v, g, state, normalizer, floor, scale, eps, None)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
@@ -183,12 +183,12 @@ def _packed(
     steps = [x for x in (*inputs[:4], floor) if x is not None]
     ends = packed.ends_of(cu_seqlens, steps, [inputs[4]])
     if normalizer is not None and _takes_column(*inputs[:4]):
-        return packed_rows.run_normalized(*inputs, normalizer, floor, scale, eps, ends)
+        return on_gpu.run_normalized(*inputs, normalizer, floor, scale, eps, ends)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        o, after = packed_rows.run(q, k, v, g, state, scale, ends)
+        o, after = on_gpu.run_packed(q, k, v, g, state, scale, ends)
         return o, after
 
     return _divided(partial(_within_widths, run), inputs, normalizer, floor, eps)
@@ -293,55 +293,4 @@ def _chunked(
     return chunked.forward(q, k, v, g, state, scale, exclusive)
 
 
-def _normalized_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    normalizer: Tensor,
-    floor: Tensor | None,
-    scale: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """With the normaliser, on a GPU; it keeps what :mod:`kernel_normalizer` says."""
-    from edgelin.recurrences.linear import kernel_normalizer
-
-    return kernel_normalizer.forward(q, k, v, g, state, normalizer, floor, scale, eps)
-
-
-def _normalized_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    normalizer: Tensor,
-    floor: Tensor | None,
-    scale: float,
-    eps: float,
-    do: Tensor,
-    dstate: Tensor,
-    dnormalizer: Tensor,
-    kept: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g, state, normaliser and floor, empty for what is None."""
-    from edgelin.recurrences.linear import kernel_normalizer
-
-    return kernel_normalizer.backward(
-        q, k, v, g, state, normalizer, floor, scale, eps, do, dstate, dnormalizer, kept
-    )
-
-
-def _normalized_states(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
-    """Memory for what :func:`_normalized_forward` keeps."""
-    from edgelin.recurrences.linear import kernel_normalizer
-
-    return kernel_normalizer.allocate(q, k, v)
-
-
 _linear = Operator("linear", _forward, _backward, outputs=("v", "state"), allocate=_states)
-_normalized = Operator(
-    "linear_normalized", _normalized_forward, _normalized_backward,
-    outputs=("v", "state", "normalizer"), allocate=_normalized_states, reads=(0,),
-)  # fmt: skip

@@ -1,7 +1,7 @@
-"""The linear recurrence over packed sequences on a GPU: its kernels know where each one ends.
+"""The linear recurrence over packed sequences, and with its normaliser, on a GPU.
 
-Elsewhere, and where a token reads before its own write, sequences are padded to batches
-(``recurrences/packed.py``).
+The kernels know where each packed sequence ends. Elsewhere, and where a token reads before its own
+write, sequences are padded to batches (``recurrences/packed.py``).
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ def normalized_forward(
     floor: Tensor | None,
     scale: float,
     eps: float,
-    ends: Sequence[int],
+    ends: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """With the normaliser; it keeps what :mod:`kernel_normalizer` says."""
+    """With the normaliser, packed or (``ends`` is None) a batch.
+
+    It keeps what :mod:`kernel_normalizer` says.
+    """
     from edgelin.recurrences.linear import kernel_normalizer
 
     return kernel_normalizer.forward(q, k, v, g, state, normalizer, floor, scale, eps, ends)
@@ -75,7 +78,7 @@ def normalized_backward(
     floor: Tensor | None,
     scale: float,
     eps: float,
-    ends: Sequence[int],
+    ends: Sequence[int] | None,
     do: Tensor,
     dstate: Tensor,
     dnormalizer: Tensor,
@@ -102,8 +105,8 @@ def allocate_normalized(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Ten
     return kernel_normalizer.allocate(q, k, v, rest[-1])
 
 
-run = Operator("linear_packed", forward, backward, outputs=("v", "state"), allocate=allocate)
+run_packed = Operator("linear_packed", forward, backward, outputs=("v", "state"), allocate=allocate)
 run_normalized = Operator(
-    "linear_packed_normalized", normalized_forward, normalized_backward,
+    "linear_normalized", normalized_forward, normalized_backward,
     outputs=("v", "state", "normalizer"), allocate=allocate_normalized, reads=(0,),
 )  # fmt: skip

@@ -1,6 +1,8 @@
-"""The recurrence over packed sequences on a GPU: the kernels themselves know where each ends.
+"""The recurrence on a GPU, of a batch or of sequences packed into one row.
 
-Elsewhere sequences are padded to batches (``recurrences/packed.py``).
+Kernels are imported where they run: Triton may be missing elsewhere. They know themselves where
+each packed sequence ends (``ends`` of ``packed.ends_of``). Elsewhere sequences are padded
+to batches (``recurrences/packed.py``).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from edgelin.recurrences import packed
 from edgelin.recurrences.operator import Operator
 
 
@@ -21,12 +24,12 @@ def forward(
     g: Tensor,
     state: Tensor,
     scale: float,
-    ends: Sequence[int],
+    ends: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Outputs `[1, T, H, V]`, states `[N, H, K, V]` and what the backward pass goes on from."""
+    """Outputs, last states (packed `[N, H, K, V]`) and what the backward pass goes on from."""
     from edgelin.recurrences.dplr import kernel
 
-    o, last, carried = kernel.forward(q, k, v, a, b, g, state, scale, tuple(ends))
+    o, last, carried = kernel.forward(q, k, v, a, b, g, state, scale, packed.fixed(ends))
     return o, last, carried.distinct()
 
 
@@ -39,12 +42,12 @@ def allocate(
     g: Tensor,
     state: Tensor,
     scale: float,
-    ends: Sequence[int],
+    ends: Sequence[int] | None,
 ) -> list[Tensor]:
     """Memory for what is kept."""
     from edgelin.recurrences.dplr import kernel, kernel_inputs
 
-    made = kernel_inputs.Inputs.prepare(q, k, v, g, state, pair=(a, b), ends=tuple(ends))
+    made = kernel_inputs.Inputs.prepare(q, k, v, g, state, pair=(a, b), ends=packed.fixed(ends))
     return kernel.allocate(made).distinct()
 
 
@@ -57,7 +60,7 @@ def backward(
     g: Tensor,
     state: Tensor,
     scale: float,
-    ends: Sequence[int],
+    ends: Sequence[int] | None,
     do: Tensor,
     dstate: Tensor,
     kept: Sequence[Tensor],
@@ -70,8 +73,8 @@ def backward(
 
     carried = kernel.Carried.of(kept) if kept else None
     return kernel_backward.backward(
-        q, k, v, a, b, g, state, scale, do, dstate, carried, tuple(ends)
+        q, k, v, a, b, g, state, scale, do, dstate, carried, packed.fixed(ends)
     )
 
 
-run = Operator("dplr_packed", forward, backward, ("v", "state"), allocate)
+run_packed = Operator("dplr_packed", forward, backward, ("v", "state"), allocate)
