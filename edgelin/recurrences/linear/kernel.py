@@ -123,24 +123,38 @@ class Walk:
         first, second, far = self.split[3:]
         return (second, first, far) if reverse else (first, second, far)
 
-    def starts(self, kind: Pass, initial: Tensor) -> Tensor:
-        """What the passes in the direction of ``kind`` begin with.
+    def starts(
+        self,
+        kind: Pass,
+        initial: Tensor,
+        normalizer: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the passes in the direction of ``kind`` begin with, of the column of ones too.
 
-        ``initial`` is ``[B, H, K, V]`` float32, contiguous: the state, or backwards the gradient
-        of the last one. With several segments they begin with the state before each, backwards its
-        gradient after it.
+        With several segments they begin with the state before each, backwards its gradient after
+        it.
+
+        Args:
+            kind: Of the output, dq or dk.
+            initial: ``[B, H, K, V]`` float32: the state, or backwards the gradient of the last one.
+            normalizer: ``[B, H, K]``, the same of the column, where the plan has one.
+            values: Backwards the gradient of its sums ``[B, T, H]``.
         """
         plan, places = self.plan, self.places
+        initial = initial.contiguous()
+        z = initial if normalizer is None else normalizer.contiguous()
         if plan.single:
-            return initial
+            return initial, z
         x, y = plan.widths(kind)
         h = initial.new_empty((*places.parts, x, y), dtype=torch.float32)
         total = initial.new_empty((*places.parts, y), dtype=torch.float32)
+        h_z = total if normalizer is None else torch.empty_like(total)
         table, programs = places.adding[kind.reverse]
         if not plan.by_key:
             plan.segment(kind, far=False)(
-                self._near(kind.x), self._near(kind.y), *self.halves(kind.reverse), h, total,
-                table, programs=programs,
+                self._near(kind.x), self._near(kind.y), *self.halves(kind.reverse),
+                total if values is None else values, h, h_z, total, table, programs=programs,
             )  # fmt: skip
         if plan.shape.mode == KEY:
             assert self.g is not None
@@ -150,7 +164,9 @@ class Walk:
             )  # fmt: skip
         table, programs = places.sequences
         plan.scan(kind, x)(h, total, initial, table, programs=programs)
-        return h
+        if normalizer is not None:
+            plan.scan(kind, 1)(h_z, total, z, table, programs=programs)
+        return h, h_z
 
     def attend(
         self,
@@ -240,7 +256,7 @@ def forward(
         o, the last state, and what the backward pass can go on from, as :func:`allocate` has it.
     """
     passes = walk((q, k, v, g), scale, ends=ends)
-    starts = passes.starts(OUTPUT, state.contiguous())
+    starts, _ = passes.starts(OUTPUT, state)
     o, final = passes.attend(OUTPUT, starts)
     return o, final, [] if passes.plan.single else [starts]
 

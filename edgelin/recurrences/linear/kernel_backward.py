@@ -52,28 +52,44 @@ def backward(
         dq, dk, dv, dg (float32; empty without g), and the gradient of the initial state.
     """
     walk = kernel.walk((q, k, v, g), scale, do, ends=ends)
-    dq, dk, dv, dg, dinitial = gradients(walk, state, dstate, kept)
+    dq, dk, dv, dg, dinitial, _ = gradients(walk, (state, state), (dstate, dstate), kept)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dinitial
 
 
 def gradients(
     walk: kernel.Walk,
-    state: Tensor,
-    dstate: Tensor,
+    initial: tuple[Tensor, Tensor],
+    dfinal: tuple[Tensor, Tensor],
     kept: Sequence[Tensor] = (),
-    columns: tuple[kernel.Column | None, kernel.Column | None] = (None, None),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same by the passes of a walk; ``columns``: of dq and of dk."""
+    dn: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same by the passes of a walk, of the state and, with ``dn``, of the normaliser.
+
+    Args:
+        walk: With q, k, v and do.
+        initial: State and normaliser before the first token; without dn the second is not read.
+        dfinal: Gradients of the last ones, likewise.
+        kept: From the forward pass: both before the segments.
+        dn: Gradient of the sums ``[B, T, H]`` (``kernel_normalizer``).
+    """
     weights = _weights(walk)
-    before = kept[0] if kept else walk.starts(DQ, state.contiguous())
-    after = walk.starts(DK, dstate.contiguous())
+    before, z_before = (kept[0], kept[-1]) if kept else walk.starts(DQ, *initial)
+    after, z_after = walk.starts(DK, *dfinal, dn)
+    columns: tuple[kernel.Column | None, ...] = (None, None)
+    last = dinitial = dfinal[1]
+    if dn is not None:
+        last, dinitial = (torch.empty_like(initial[1]) for _ in range(2))
+        columns = (
+            kernel.Column(dn, z_before, z_before, z_before, last, dn),
+            kernel.Column(dn, z_after, z_before, last, dinitial, dn),
+        )
     dq, final = walk.attend(DQ, before, weights, column=columns[0])
-    dk, dinitial = walk.attend(DK, after, weights, (before, final), column=columns[1])
+    dk, dstart = walk.attend(DK, after, weights, (before, final), column=columns[1])
     dv, _ = walk.attend(DV, after, final=final)  # which the pass before has read
     dg = dq.new_empty(0, dtype=torch.float32) if weights is None else weights
     if walk.plan.shape.mode == HEAD:
         dg = dg[0] if len(dg) == 1 else dg.sum(0)
-    return dq, dk, dv, dg, dinitial
+    return dq, dk, dv, dg, dstart, dinitial
 
 
 def _weights(walk: kernel.Walk) -> Tensor | None:

@@ -23,10 +23,7 @@ from torch import Tensor
 from edgelin.recurrences.launches import Launch, cdiv, planned, power_of_2
 from edgelin.recurrences.linear import kernel
 from edgelin.recurrences.linear.kernel_backward import gradients
-from edgelin.recurrences.linear.kernel_decays import HEAD, load_rows
-from edgelin.recurrences.linear.kernel_places import ends_row, number_of, place
-from edgelin.recurrences.linear.kernel_plan import DK, OUTPUT, Plan, whole_of
-from edgelin.recurrences.linear.kernel_segments import head_decays
+from edgelin.recurrences.linear.kernel_plan import OUTPUT
 
 
 @triton.jit
@@ -56,54 +53,6 @@ def divide(
     tl.store(gradient + row, down, mask=live)
 
 
-@triton.jit
-def segment(
-    column, y, sums, h, total, places, T, chunks,
-    H: tl.constexpr, HY: tl.constexpr, Y: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
-    MODE: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """What a segment adds to the state of the column, of ones or backwards ``column``, into ``h``
-    `[B*H, N, Y]`, and by which factor ``total`` `[B*H, N, Y]` it multiplies it."""
-    pid = tl.program_id(0)
-    _n, i_h, i_r, i_s, before, T, first, count, row = place(pid, places, T, chunks, H, BT, PACKED)
-    if not PACKED:
-        if ends_row(i_s, first, count, T, BT, REV, PACKED):
-            return
-    step: tl.constexpr = H if PACKED else 1
-    o_t, o_y = tl.arange(0, BT), tl.arange(0, BY)
-    z, decay = tl.zeros([BY], dtype=tl.float32), tl.full([BY], 1.0, dtype=tl.float32)
-    for c in range(0, count):
-        n = first + (count - 1 - c if REV else c)
-        live = n * BT + o_t < T
-        token = (before + n * BT) * H + i_h
-        shared = token if H == HY else token // H
-        rows = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(tl.float32)
-        if REV:
-            rows *= tl.load(column + token + o_t * H, mask=live, other=0.0)[:, None]
-        if MODE == HEAD:
-            _, _, adds, whole = head_decays(sums, row + n * step, o_t, BT, REV)
-            rows *= adds[:, None]
-            z *= whole
-            decay *= whole
-        z += tl.sum(rows, axis=0)
-    segments = tl.num_programs(1)
-    p = number_of(i_r, i_s, segments, H, PACKED) * Y + o_y
-    tl.store(h + p, z, mask=o_y < Y)
-    tl.store(total + p, decay, mask=o_y < Y)
-
-
-@planned
-def _segment(plan: Plan, reverse: bool) -> Launch:
-    """Of ``segment``."""
-    shape = plan.shape
-    return Launch(
-        segment, (plan.rows, plan.segments), shape.time, plan.chunks,
-        H=shape.heads, HY=shape.key_heads, Y=shape.key, BY=whole_of(shape.key),
-        BT=plan.block_t, MODE=shape.mode, REV=reverse, PACKED=plan.packed,
-        num_warps=4,
-    )  # fmt: skip
-
-
 @planned
 def _divide(rows: int, width: int, eps: float, floored: bool) -> Launch:
     """Of ``divide``."""
@@ -113,22 +62,6 @@ def _divide(rows: int, width: int, eps: float, floored: bool) -> Launch:
         divide, (cdiv(rows, block_t),), rows, eps,
         V=width, BT=block_t, BV=block_v, FLOORED=floored, num_warps=4,
     )  # fmt: skip
-
-
-def _starts(walk: kernel.Walk, initial: Tensor, column: Tensor | None = None) -> Tensor:
-    """As ``Walk.starts`` for the column's state: of ones, or of ``column`` backwards."""
-    plan, places, reverse = walk.plan, walk.places, column is not None
-    if plan.single:
-        return initial
-    y = walk.tensors["q" if reverse else "k"]
-    h = initial.new_empty((*places.parts, plan.shape.key))
-    total = initial.new_empty((*places.parts, plan.shape.key))
-    table, programs = places.adding[reverse]
-    column = total if column is None else column
-    _segment(plan, reverse)(column, y, walk.halves(reverse)[0], h, total, table, programs=programs)
-    table, programs = places.sequences
-    plan.scan(DK if reverse else OUTPUT, 1)(h, total, initial, table, programs=programs)
-    return h
 
 
 def forward(
@@ -151,9 +84,9 @@ def forward(
     """
     walk = kernel.walk((q, k, v, g), scale, None, 1 if floor is None else 2, eps, ends)
     sums = normalizer.new_empty(v.shape[:3])
-    z, initial = torch.empty_like(normalizer), normalizer.contiguous()
+    z = torch.empty_like(normalizer)
     floor = sums if floor is None else floor.contiguous()
-    columns, starts = _starts(walk, initial), walk.starts(OUTPUT, state.contiguous())
+    starts, columns = walk.starts(OUTPUT, state, normalizer)
     column = kernel.Column(sums, columns, columns, columns, z, floor)
     o, final = walk.attend(OUTPUT, starts, column=column)
     return o, final, z, [sums] if walk.plan.single else [sums, starts, columns]
@@ -194,12 +127,7 @@ def backward(
         o, do.contiguous(), sums, least, shared, dn, dn if floor is None else dfloor
     )
     walk = kernel.walk((q, k, v, g), scale, shared, 1, eps, ends)
-    before = states[1] if states else _starts(walk, normalizer.contiguous())
-    after = _starts(walk, dnormalizer.contiguous(), dn)
-    last, dinitial = torch.empty_like(normalizer), torch.empty_like(normalizer)
-    columns = (
-        kernel.Column(dn, before, before, before, last, dn),
-        kernel.Column(dn, after, before, last, dinitial, dn),
+    dq, dk, dv, dg, dstart, dinitial = gradients(
+        walk, (state, normalizer), (dstate, dnormalizer), states, dn
     )
-    dq, dk, dv, dg, dstart = gradients(walk, state, dstate, states, columns)
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dstart, dinitial, dfloor

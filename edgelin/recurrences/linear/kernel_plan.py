@@ -205,7 +205,7 @@ class Plan:
             return Launch(
                 kernel_segments.segment, grid, self.shape.time, self.chunks, tiles=tiles, **sizes,
                 HY=self.shape.key_heads, BT=self.block_t, MODE=self.shape.mode, REV=kind.reverse,
-                PACKED=self.packed, DT=self.dtypes["DT"],
+                NORM=self.shape.normal > 0, PACKED=self.packed, DT=self.dtypes["DT"],
                 num_warps=chosen["num_warps"], num_stages=chosen["num_stages"],
             )  # fmt: skip
         return Launch(

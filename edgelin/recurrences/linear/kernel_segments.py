@@ -105,13 +105,15 @@ def head_decays(sums, row, o_t, BT: tl.constexpr, REV: tl.constexpr):
 
 @triton.jit
 def segment(
-    x, y, enter, leave, far, h, total, places, T, chunks,
+    x, y, enter, leave, far, column, h, h_z, total, places, T, chunks,
     H: tl.constexpr, HY: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BT: tl.constexpr,
-    MODE: tl.constexpr, REV: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
+    MODE: tl.constexpr, REV: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """What a segment adds to the state, into ``h`` `[B*H, N, X, Y]`, and by which factor
-    ``total`` `[B*H, N, Y]` it multiplies it."""
+    ``total`` `[B*H, N, Y]` it multiplies it. With NORM there is one more column of x, of ones,
+    backwards ``column``, whose state is left in ``h_z`` `[B*H, N, Y]`."""
     blocks: tl.constexpr = (Y + BY - 1) // BY
     tiles: tl.constexpr = (X + BX - 1) // BX * blocks
     pid, i_o = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -128,6 +130,7 @@ def segment(
     o_y = i_o % blocks * BY + tl.arange(0, BY)
     state = tl.zeros([BX, BY], dtype=tl.float32)
     decay, leaving = tl.full([BY], 1.0, dtype=tl.float32), tl.zeros([BY], dtype=tl.float32)
+    z = tl.zeros_like(leaving)
     for c in range(0, count):
         n = first + (count - 1 - c if REV else c)
         live = n * BT + o_t < T
@@ -137,9 +140,17 @@ def segment(
         b_y = load_rows(y + shared * Y, o_t, o_y, live, HY, Y).to(DT)
         if MODE == HEAD:
             _, _, adds, whole = head_decays(enter, row + n * step, o_t, BT, REV)
-            b_y = (b_y.to(tl.float32) * adds[:, None]).to(DT)
+            added = b_y.to(tl.float32) * adds[:, None]
+            b_y = added.to(DT)
             state *= whole
             decay *= whole
+            z *= whole
+        elif NORM:
+            added = b_y.to(tl.float32)
+        if NORM and REV:
+            added *= tl.load(column + token + o_t * H, mask=live, other=0.0)[:, None]
+        if NORM:
+            z += tl.sum(added, axis=0)
         if MODE == KEY:
             between = tl.exp(leaving + halves(enter, row, n, o_y, T, Y, BT, step))
             state *= between[None, :]
@@ -150,6 +161,9 @@ def segment(
         state *= tl.exp(leaving)[None, :]
         decay *= tl.exp(leaving)
     put_segment(h, total, state, decay, i_r, i_s, i_o < blocks, o_x, o_y, H, X, Y, PACKED)
+    if NORM:
+        p_z = h_z + number_of(i_r, i_s, tl.num_programs(1), H, PACKED) * Y
+        tl.store(p_z + o_y, z, mask=(o_y < Y) & (i_o < blocks))
 
 
 @triton.jit
@@ -166,6 +180,27 @@ def put_segment(h, total, state, decay, i_r, i_s, is_first, o_x, o_y,
         tl.store(p_total + o_y, decay, mask=o_y < Y)
 
 
+@triton.jit
+def _read(h, total, step, at, N, cells, inside, o_y, S: tl.constexpr, Y: tl.constexpr,
+          apart: tl.constexpr, MODE: tl.constexpr, REV: tl.constexpr):  # fmt: skip
+    """Number of the segment that comes after ``step`` others, what it adds and its decay."""
+    n, is_asked = at + (N - 1 - step if REV else step) * apart, step + 1 < N
+    added = tl.load(h + n * S + cells, mask=inside & is_asked, other=0.0)
+    decay = tl.full([o_y.shape[0]], 1.0, dtype=tl.float32)
+    if MODE != NONE:
+        decay = tl.load(total + n * Y + o_y, mask=(o_y < Y) & is_asked, other=0.0)
+    return n, added, decay
+
+
+@triton.jit
+def _advance(h, state, n, added, decay, cells, lives, S: tl.constexpr, MODE: tl.constexpr):
+    """Store the state before a segment; the one after it."""
+    tl.store(h + n * S + cells, state, mask=lives)
+    if MODE != NONE:
+        state *= decay[None, :]
+    return state + added
+
+
 @triton.jit(do_not_specialize=["N"])
 def scan(
     h, total, initial, sequences, N, h_scale,
@@ -174,11 +209,13 @@ def scan(
 ):  # fmt: skip
     """Replace what segments add by the state before each, from ``initial`` `[B, H, Y, X]` on.
 
-    Packed, the numbers of a sequence's segments are H apart, not 1.
+    Packed, the numbers of a sequence's segments are H apart, not 1. Four segments are read before
+    one is written: each read waits for the memory.
     """
     blocks: tl.constexpr = (Y + BY - 1) // BY
     tiles: tl.constexpr = (X + BX - 1) // BX * blocks
     i_bh, i_o = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    S: tl.constexpr = X * Y
     apart: tl.constexpr = H if PACKED else 1
     if PACKED:
         p = sequences + i_bh // H * 2
@@ -186,15 +223,15 @@ def scan(
     else:
         at = i_bh * N
     o_x, o_y = i_o // blocks * BX + tl.arange(0, BX), i_o % blocks * BY + tl.arange(0, BY)
-    in_state = (o_x[:, None] < X) & (o_y[None, :] < Y)
-    p_initial = initial + i_bh * (X * Y) + o_x[:, None] + o_y[None, :] * X
-    state = tl.load(p_initial, mask=in_state, other=0.0).to(tl.float32) * h_scale
-    for step in range(0, N):
-        n = at + (N - 1 - step if REV else step) * apart
-        p_h, goes_on = h + n * (X * Y) + o_x[:, None] * Y + o_y[None, :], step + 1 < N
-        increment = tl.load(p_h, mask=in_state & goes_on, other=0.0)
-        tl.store(p_h, state, mask=in_state)
-        if MODE != NONE:
-            decay = tl.load(total + n * Y + o_y, mask=(o_y < Y) & goes_on, other=0.0)
-            state *= decay[None, :]
-        state += increment
+    cells, inside = o_x[:, None] * Y + o_y[None, :], (o_x[:, None] < X) & (o_y[None, :] < Y)
+    p_initial = initial + i_bh * S + o_x[:, None] + o_y[None, :] * X
+    state = tl.load(p_initial, mask=inside, other=0.0).to(tl.float32) * h_scale
+    for i in range(0, N, 4):
+        a, first, one = _read(h, total, i, at, N, cells, inside, o_y, S, Y, apart, MODE, REV)
+        b, second, two = _read(h, total, i + 1, at, N, cells, inside, o_y, S, Y, apart, MODE, REV)
+        c, third, three = _read(h, total, i + 2, at, N, cells, inside, o_y, S, Y, apart, MODE, REV)
+        d, fourth, four = _read(h, total, i + 3, at, N, cells, inside, o_y, S, Y, apart, MODE, REV)
+        state = _advance(h, state, a, first, one, cells, inside, S, MODE)
+        state = _advance(h, state, b, second, two, cells, inside & (i + 1 < N), S, MODE)
+        state = _advance(h, state, c, third, three, cells, inside & (i + 2 < N), S, MODE)
+        state = _advance(h, state, d, fourth, four, cells, inside & (i + 3 < N), S, MODE)
