@@ -121,8 +121,11 @@ def label(job: Job) -> str:
 
 
 def like(job: Job) -> str:
-    """Whose choices are all that fla tries, "" for its own: another length changes little."""
-    return f"{job[0]} {SHAPES[0]}" if job[1] in (ERRORS, PACKED) else ""
+    """Whose choices are all that fla tries, "" for its own: another length changes little, and
+    retention runs the kernels of a scalar decay."""
+    name, shape, _ = job
+    kin = name.replace("retention", "scalar")
+    return f"{kin} {SHAPES[0]}" if kin != name or shape in (ERRORS, PACKED) else ""
 
 
 def parse() -> argparse.Namespace:
