@@ -99,13 +99,26 @@ def factor(values, row, valid, HAS_G: tl.constexpr):
 
 
 @triton.jit
-def total_decay(prefix, bh, first, end, T, H, HAS_G: tl.constexpr):
-    """Decay over the whole chunk: the prefix of its last token."""
+def total_decay(prefix, bh, first, end, T, H, HAS_G: tl.constexpr, ROWS: tl.constexpr):
+    """Decay over the whole chunk `[ROWS]`: the prefix of its last token.
+
+    No scalar, since the compiler would wait for it where it is asked for.
+    """
     if HAS_G:
-        last = tl.minimum(first + C, end) - 1
-        return tl.load(prefix + ((bh // H).to(tl.int64) * T + last) * H + bh % H)
+        last = tl.minimum(first + C, end) - 1 + tl.zeros([ROWS], dtype=tl.int32)
+        cell = ((bh // H).to(tl.int64) * T + last) * H + bh % H
+        return tl.load(prefix + cell, mask=last >= first, other=1.0)
     else:
-        return 1.0
+        return tl.full([ROWS], 1.0, dtype=tl.float32)
+
+
+@triton.jit
+def factors(beta, prefix, suffix, bh, first, end, T, H, HAS_G: tl.constexpr, ROWS: tl.constexpr):
+    """Of the chunk from token ``first`` on: beta, e^G, e^{G_64 - G} `[64]`; e^{G_64} `[ROWS]`."""
+    row, valid = chunk_rows(bh, first, end, T, H)
+    strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
+    before, after = factor(prefix, row, valid, HAS_G), factor(suffix, row, valid, HAS_G)
+    return strength, before, after, total_decay(prefix, bh, first, end, T, H, HAS_G, ROWS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -144,24 +157,29 @@ def states_kernel(k, v, beta, inverse, prefix, suffix, state, states, writes, fi
     v_start = tl.program_id(1) * BV
     cells, inside = state_cells(index, 0, v_start, K, V, BK, BV)
     current = tl.load(state + cells, mask=inside, other=0.0).to(tl.float32)
+    strength, before, after, whole = factors(beta, prefix, suffix, bh, begin, end, T, H, HAS_G, BK)
     for n in range(0, chunks):
         first = begin + n * C
         row, valid = chunk_rows(bh, first, end, T, H)
+        # a chunk ahead: the way from memory would add to every chunk's time
+        following = tl.minimum(n + 1, chunks - 1)
+        strength_1, before_1, after_1, whole_1 = factors(
+            beta, prefix, suffix, bh, begin + following * C, end, T, H, HAS_G, BK
+        )
         kept, inside = state_cells(number + n, 0, v_start, K, V, BK, BV)
         read = current.to(v.dtype.element_ty)
         tl.store(states + kept, read, mask=inside)
         keys = tile(k, row, valid, 0, K, BK)
         old = tl.dot(keys, read, input_precision="ieee")
-        strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
-        before = factor(prefix, row, valid, HAS_G)
         values = tile(v, row, valid, v_start, V, BV).to(tl.float32)
         values = strength[:, None] * (values - before[:, None] * old)
         x = tile(inverse, row, valid, 0, C, C)
         new = tl.dot(x, values.to(x.dtype), values, input_precision="ieee")
         put_tile(writes, new, row, valid, v_start, V, BV)
-        new = (factor(suffix, row, valid, HAS_G)[:, None] * new).to(keys.dtype)
-        current *= total_decay(prefix, bh, first, end, T, H, HAS_G)
+        current *= whole[:, None]
+        new = (after[:, None] * new).to(keys.dtype)
         current = tl.dot(tl.trans(keys), new, current, input_precision="ieee")
+        strength, before, after, whole = strength_1, before_1, after_1, whole_1
     tl.store(final + cells, current, mask=inside)
 
 
@@ -225,13 +243,10 @@ class Inputs(NamedTuple):
     ) -> Inputs:  # fmt: skip
         """Bring the arguments of the op into the form that the kernels take."""
         full = v.dtype == torch.float32
-        (batch, time, heads, value), key = v.shape, k.shape[3]
+        (heads, value), key = v.shape[2:], k.shape[3]
         q, k = q.to(v.dtype).contiguous(), k.to(v.dtype).contiguous()
         v, beta, state = v.contiguous(), beta.contiguous(), state.contiguous()
-        sequences, spans, order = 0, k, k
-        if ends is not None:
-            sequences, chunks, batch, spans, order = chunks_of(ends, v.device)
-            time = CHUNK * chunks
+        sequences, time, batch, spans, order = chunks_of(ends, k)
         shape = Shape(batch, time, heads, key, value, g is not None, full, v.is_cuda, sequences)
         g = beta if g is None else g.contiguous()
         return cls(q, k, v, beta, g, state, spans, order, shape)
@@ -281,6 +296,8 @@ def launch_of(
         grid = ((sequences or batch) * heads, blocks)
     elif name in ("output", "local"):
         grid = (chunks, blocks)
+    elif name == "split":
+        grid = (chunks, cdiv(key, constants["BK"]))
     constants = {"K": key, "V": value, "PACKED": sequences > 0, **constants}
     own = {n: x for n, x in constants.items() if n in (*kernel.arg_names, *WARPS)}
     return Launch(kernel, grid, *scale, time, heads, **own)

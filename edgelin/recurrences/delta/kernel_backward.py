@@ -35,6 +35,7 @@ from edgelin.recurrences.delta.kernel import (
     decay_matrix,
     decay_sums,
     factor,
+    factors,
     plan,
     put_tile,
     state_cells,
@@ -78,29 +79,39 @@ def reverse_kernel(q, k, beta, inverse, prefix, suffix, do, du, dfinal, dstates,
     v_start = tl.program_id(1) * BV
     cells, inside = state_cells(index, 0, v_start, K, V, BK, BV)
     current = tl.load(dfinal + cells, mask=inside, other=0.0).to(tl.float32)
+    first = begin + tl.maximum(chunks - 1, 0) * C
+    strength, before, after, whole = factors(beta, prefix, suffix, bh, first, end, T, H, HAS_G, BK)
+    row, valid = chunk_rows(bh, first, end, T, H)
+    local = tile(du, row, valid, v_start, V, BV)
     for step in range(0, chunks):
         n = chunks - 1 - step
-        first = begin + n * C
-        row, valid = chunk_rows(bh, first, end, T, H)
+        row, valid = chunk_rows(bh, begin + n * C, end, T, H)
+        # a chunk ahead: the way from memory would add to every chunk's time
+        first = begin + tl.maximum(n - 1, 0) * C
+        strength_1, before_1, after_1, whole_1 = factors(
+            beta, prefix, suffix, bh, first, end, T, H, HAS_G, BK
+        )
+        row_1, valid_1 = chunk_rows(bh, first, end, T, H)
+        local_1 = tile(du, row_1, valid_1, v_start, V, BV)
         kept, inside = state_cells(number + n, 0, v_start, K, V, BK, BV)
         read = current.to(q.dtype.element_ty)
         tl.store(dstates + kept, read, mask=inside)
         keys = tile(k, row, valid, 0, K, BK)
         write = tl.dot(keys, read, input_precision="ieee")
-        write = factor(suffix, row, valid, HAS_G)[:, None] * write
-        write += tile(du, row, valid, v_start, V, BV).to(tl.float32)
+        write = after[:, None] * write
+        write += local.to(tl.float32)
         x = tile(inverse, row, valid, 0, C, C)
         solved = tl.dot(tl.trans(x), write.to(x.dtype), write, input_precision="ieee")
         put_tile(dr, solved, row, valid, v_start, V, BV)
-        before = factor(prefix, row, valid, HAS_G)
-        strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
         outer = tile(do, row, valid, v_start, V, BV).to(tl.float32)
         outer = ((scale * before)[:, None] * outer).to(read.dtype)
         solved = ((-strength * before)[:, None] * solved).to(read.dtype)
         queries = tile(q, row, valid, 0, K, BK)
-        current *= total_decay(prefix, bh, first, end, T, H, HAS_G)
+        current *= whole[:, None]
         current = tl.dot(tl.trans(queries), outer, current, input_precision="ieee")
         current = tl.dot(tl.trans(keys), solved, current, input_precision="ieee")
+        strength, before, after, whole = strength_1, before_1, after_1, whole_1
+        local = local_1
     tl.store(dstate + cells, current, mask=inside)
 
 
@@ -206,7 +217,7 @@ def keys_kernel(q, k, beta, g, prefix, suffix, states, writes, do, dr, dstates,
         # G_i holds every g up to i; a suffix every g after i; the whole decay all of them
         steps = tl.cumsum(sums, axis=0, reverse=True)
         steps += tl.cumsum(through_write, axis=0) - through_write
-        steps += total_decay(prefix, bh, first, end, T, H, HAS_G) * through_state
+        steps += total_decay(prefix, bh, first, end, T, H, HAS_G, 1) * through_state
         clamped = tl.load(g + row, mask=valid, other=0.0).to(tl.float32) < FLOOR
         tl.store(dg + row, tl.where(clamped, 0.0, steps), mask=valid)
 

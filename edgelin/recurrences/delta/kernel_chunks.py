@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences import CHUNK
+from edgelin.recurrences.packed import tables_on
 
 C = tl.constexpr(CHUNK)
 
@@ -62,17 +63,21 @@ def chunk_rows(bh, first, end, T, H):
 
 
 class Packed(NamedTuple):
-    """Chunks of packed sequences."""
+    """Chunks of packed sequences, or of a batch."""
 
-    sequences: int
-    chunks: int  # of all sequences
-    abreast: int  # rows of a batch of as many chunks whose longest sequence is as long
+    sequences: int  # 0: a batch
+    time: int  # 64 x the chunks of all sequences, or tokens of a row
+    batch: int  # rows of a batch of as many chunks whose longest sequence is as long
     spans: Tensor  # of every chunk its first token and the end of its sequence [M, 2], int32
     order: Tensor  # of every sequence: which, first chunk, first token, end [N, 4], int32
 
 
-def chunks_of(ends: tuple[int, ...], device: torch.device) -> Packed:
-    """Chunks of sequences that end at ``ends`` (the first one is 0); kept for the next call."""
+def chunks_of(ends: tuple[int, ...] | None, rows: Tensor) -> Packed:
+    """Of sequences that end at ``ends`` (the first one is 0), kept for the next call; without them
+    of a batch of ``rows`` `[B, T, ...]`, which stand for the tables."""
+    if ends is None:
+        return Packed(0, rows.shape[1], rows.shape[0], rows, rows)
+    device = rows.device
     on_gpu = device.type == "cuda"
     return _chunks_of(ends, device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
 
@@ -89,18 +94,5 @@ def _chunks_of(ends: tuple[int, ...], device: torch.device, stream: int) -> Pack
     which = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(which)) - offsets[which]
     spans = np.stack([begins[which] + CHUNK * within, stops[which]], axis=1)
-    return Packed(
-        sequences=len(counts),
-        chunks=len(which),
-        abreast=len(which) // int(counts.max()),
-        spans=_table(spans, device),
-        order=_table(order, device),
-    )
-
-
-def _table(rows: np.ndarray, device: torch.device) -> Tensor:
-    """Numbers as int32 on a device, which nobody waits for."""
-    table = torch.from_numpy(rows.astype(np.int32))
-    if device.type == "cuda":
-        table = table.pin_memory()
-    return table.to(device, non_blocking=True)
+    tables = tables_on(device, [spans, order])
+    return Packed(len(counts), CHUNK * len(which), len(which) // int(counts.max()), *tables)

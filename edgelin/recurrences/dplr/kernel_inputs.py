@@ -8,7 +8,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import launch_of
 from edgelin.recurrences.delta.kernel_chunks import chunks_of
 from edgelin.recurrences.launches import Choice, Launch, choose, power_of_2
@@ -50,14 +49,11 @@ class Inputs(NamedTuple):
         ends: tuple[int, ...] | None = None,
     ) -> Inputs:  # fmt: skip
         """Bring arguments into the form that the kernels take: ``pair`` is a and b, or beta."""
-        (batch, time, heads, value), key, kind = v.shape, k.shape[3], v.dtype
+        (heads, value), key, kind = v.shape[2:], k.shape[3], v.dtype
         q, k, v = q.to(kind).contiguous(), k.to(kind).contiguous(), v.contiguous()
         a, b = (x.to(kind).contiguous() for x in pair) if pair else (k, k)
         beta = q if beta is None else beta.contiguous()
-        sequences, spans, order = 0, k, k
-        if ends is not None:
-            sequences, chunks, batch, spans, order = chunks_of(ends, v.device)
-            time = CHUNK * chunks
+        sequences, time, batch, spans, order = chunks_of(ends, k)
         shape = Shape(
             batch, time, heads, key, value, pair is None, kind == torch.float32, v.is_cuda,
             sequences,
@@ -101,4 +97,6 @@ def plan(kernel: Any, name: str, shape: Shape, *scale: float, far: bool = False)
         "INVERSE": "ieee" if shape.full or not shape.on_gpu else "bf16x3",
     }
     constants |= choice(name, shape)
+    if far:  # which is rare, and was wrong on Hopper with loads ahead
+        constants["num_stages"] = 1
     return launch_of(kernel, name, shape[:5], shape.sequences, constants, *scale)

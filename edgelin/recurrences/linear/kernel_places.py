@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelin.recurrences.launches import planned
+from edgelin.recurrences.packed import tables_on
 
 COLUMNS = tl.constexpr(8)  # of a segment's line in the table
 SHARES = (0.5, 0.75, 1.0, 1.5)  # longest segments to choose from, by the tokens for each of those
@@ -166,7 +167,7 @@ def _cut(
     spans = [begins[m] + c * block_t, tokens[m] - c * block_t, skipped[m] + c // length[m]]
     several = segments[within + 1 < pieces[n]], segments[within > 0]
     tables = [segments, *several, np.stack([skipped, pieces], 1), np.stack(spans, 1)]
-    made = [Table(x, heads * len(x)) for x in _tables(tables, device)]
+    made = [Table(x, heads * len(x)) for x in tables_on(device, tables)]
     sizes = len(tokens), (len(segments), heads), (len(m), heads)
     return Places(made[0], (made[1], made[2]), made[3], made[4], *sizes), single
 
@@ -206,13 +207,3 @@ def _longest(each: np.ndarray, abreast: int) -> float:
     for length in np.sort(each)[::-1].tolist():
         heapq.heapreplace(ends, ends[0] + length)
     return max(ends)
-
-
-def _tables(tables: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Numbers on a device, by one copy that nobody waits for; addresses are multiples of 16."""
-    flat = [np.pad(table.ravel(), (0, -table.size % 4)).astype(np.int32) for table in tables]
-    whole = torch.from_numpy(np.concatenate(flat))
-    if device.type == "cuda":
-        whole = whole.pin_memory()
-    pieces = whole.to(device, non_blocking=True).split([len(x) for x in flat])
-    return [x.narrow(0, 0, y.size).view(y.shape) for x, y in zip(pieces, tables, strict=True)]
