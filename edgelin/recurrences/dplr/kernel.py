@@ -11,23 +11,29 @@ and z_i = S_{i-1}^T a_i what token i reads, all z of a chunk solve a unit-triang
 
 Four launches:
 
-    pairs    every chunk on its own: X - I, N_ak, M_qb, M_qk, W, U, and the rows q~, b and k decayed
-             to the ends of the chunk; once for chunks of mild decays and once for the others
+    split    every chunk on its own: rows of q, a, b and k with their decays (below), and the
+             decays of the chunk (``kernel_split.py``)
+    pairs    every chunk on its own: X - I, N_ak, M_qb, M_qk, W, U
     states   one chunk after the other, parallel over batch, heads and value blocks: z and S
     output   every chunk on its own: o
+
+The first two are launched for chunks of mild decays and again for the others.
 
 The delta rule with a decay a key is the same with fewer products (``TIED``): a is -k, read after
 its token's decay, b is beta k, and z is what is written, v minus what was read, so that U = X v and
 no k stands beside b.
 
-Decays may be of any size. Where they are mild, e^{G_i - G_j} is split at the middle of the chunk
-(``linear/kernel_decays.py``). Where one is not, it is split at the middle of the smallest aligned
-block of 2, 4, ... 64 tokens that holds both i and j, so that no exponent is ever positive, and
-every exponent is a sum over an interval of tokens, never a difference of sums. Such sums are
-products with 0/1 masks on the tensor cores. Dots run in the dtype of the values and add up in
-float32; states, decays and the inverse are float32. X is kept without its diagonal of ones, so that
-X r = r + (X - I) r rounds only the second term. Rows past T load as zeros, which write and decay
-nothing.
+Decays may be of any size. Where they are mild, e^{G_i - G_j} is split at the middle of the chunk,
+m (``linear/kernel_decays.py``): rows of q and a hold e^{G_i - G_m} and those of b and k
+e^{G_m - G_j}, so that products of rows are all that the matrices need, and states are kept with
+the half of the chunk that is missing, e^{G_m} S and backwards e^{G_64 - G_m} dS'. Where a decay is
+not mild, rows hold the decays to the ends of the chunk and states are kept as they are; the
+matrices split e^{G_i - G_j} at the middle of the smallest aligned block of 2, 4, ... 64 tokens that
+holds both i and j, so that no exponent is ever positive, and every exponent is a sum over an
+interval of tokens, never a difference of sums. Such sums are products with 0/1 masks on the tensor
+cores. Dots run in the dtype of the values and add up in float32; states, decays and the inverse are
+float32. X is kept without its diagonal of ones, so that X r = r + (X - I) r rounds only the second
+term. Rows past T load as zeros, which write and decay nothing.
 
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length", arXiv:2406.06484, section 3, for the transition of Peng et al. 2025, "RWKV-7",
@@ -48,52 +54,16 @@ from edgelin.recurrences import CHUNK
 from edgelin.recurrences.delta.kernel import put_tile, state_cells, tile
 from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows, own_chunk, own_sequence
 from edgelin.recurrences.delta.kernel_inverse import unit_lower_inverse
-from edgelin.recurrences.dplr.kernel_decays import (
-    far_products,
-    log_decays,
-    near_products,
-    times,
-)
+from edgelin.recurrences.dplr.kernel_decays import far_products
 from edgelin.recurrences.dplr.kernel_inputs import Inputs, Shape, plan
+from edgelin.recurrences.dplr.kernel_split import load_rows, log_decays, split_kernel
 from edgelin.recurrences.launches import Launch, cdiv, planned
-from edgelin.recurrences.linear.kernel_decays import (
-    REACH,
-    SHORT_REACH,
-    _sums,
-    from_middle,
-    half_reach,
-)
 
 
 @triton.jit
-def load_rows(q, k, a, b, beta, row, valid, start, K: tl.constexpr, BK: tl.constexpr,
-              TIED: tl.constexpr):  # fmt: skip
-    """q, a, b and k `[64, BK]`; tied: q, -k, beta k, and beta k again."""
-    queries = tile(q, row, valid, start, K, BK)
-    keys = tile(k, row, valid, start, K, BK)
-    if TIED:
-        strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
-        reads, adds = times(keys, -1.0), times(keys, strength[:, None])
-        keys = adds
-    else:
-        reads, adds = tile(a, row, valid, start, K, BK), tile(b, row, valid, start, K, BK)
-    return queries, reads, adds, keys
-
-
-@triton.jit
-def decays_far(g, row, valid, K: tl.constexpr, BK: tl.constexpr):
-    """Whether a key decays too far in half a chunk to split its decays at the middle."""
-    reach = 0.0
-    for start in range(0, K, BK):
-        steps = log_decays(g, row, valid, start, K, BK)
-        reach = tl.maximum(reach, half_reach(steps, tl.arange(0, C)[:, None], C))
-    return reach
-
-
-@triton.jit
-def put_solved(k, v, a, g, ak, x, u, w, row, valid, i, j,
+def put_solved(v, a_in, ak, x, u, w, row, valid,
                K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-               TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+               TIED: tl.constexpr):  # fmt: skip
     """Store U and W."""
     for start in range(0, V, BV):
         values = tile(v, row, valid, start, V, BV)
@@ -101,81 +71,75 @@ def put_solved(k, v, a, g, ak, x, u, w, row, valid, i, j,
             old = values.to(tl.float32)
         else:
             old = tl.dot(ak.to(values.dtype), values, input_precision="ieee")
-        put_tile(u, tl.dot(x, old.to(x.dtype), old, input_precision="ieee"), row, valid, start,
-                 V, BV)  # fmt: skip
+        new = tl.dot(x, old.to(x.dtype), old, input_precision="ieee")
+        put_tile(u, new, row, valid, start, V, BV)
     for start in range(0, K, BK):
-        steps = log_decays(g, row, valid, start, K, BK)
-        if TIED:
-            read = -tile(k, row, valid, start, K, BK).to(tl.float32)
-            read *= tl.exp(_sums(j <= i, steps, PT, PARTS))
-        else:
-            read = tile(a, row, valid, start, K, BK).to(tl.float32)
-            read *= tl.exp(_sums(j < i, steps, PT, PARTS))
-        put_tile(w, tl.dot(x, read.to(x.dtype), read, input_precision="ieee"), row, valid, start,
-                 K, BK)  # fmt: skip
+        reads = tile(a_in, row, valid, start, K, BK)
+        new = tl.dot(x, reads, reads.to(tl.float32), input_precision="ieee")
+        put_tile(w, new, row, valid, start, K, BK)
+
+
+@triton.jit
+def near_products(ab, ak, qb, qk, q_in, a_in, b_out, k_out, row, valid, start,
+                  K: tl.constexpr, BK: tl.constexpr, TIED: tl.constexpr):  # fmt: skip
+    """What a block of keys adds to the matrices, its decays split at the middle of the chunk."""
+    queries, reads = tile(q_in, row, valid, start, K, BK), tile(a_in, row, valid, start, K, BK)
+    adds = tl.trans(tile(b_out, row, valid, start, K, BK))
+    ab = tl.dot(reads, adds, ab, input_precision="ieee")
+    qb = tl.dot(queries, adds, qb, input_precision="ieee")
+    if not TIED:
+        keys = tl.trans(tile(k_out, row, valid, start, K, BK))
+        ak = tl.dot(reads, keys, ak, input_precision="ieee")
+        qk = tl.dot(queries, keys, qk, input_precision="ieee")
+    return ab, ak, qb, qk
 
 
 @triton.jit(do_not_specialize=["T"])
-def pairs_kernel(q, k, v, a, b, beta, g, far, inverse, n_ak, m_qb, m_qk, w, u, q_in, b_out, k_out,
-                 total, spans, T, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+def pairs_kernel(q, k, v, a, b, beta, g, far, q_in, a_in, b_out, k_out, inverse, n_ak, m_qb, m_qk,
+                 w, u, spans, T, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                  BV: tl.constexpr, TIED: tl.constexpr, FAR: tl.constexpr, INVERSE: tl.constexpr,
                  PT: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """What pairs of tokens of one chunk do to each other, and the rows decayed to its ends."""
+    """What pairs of tokens of one chunk do to each other, if its decays are as FAR says."""
+    if (tl.load(far + tl.program_id(0)) != 0) != FAR:
+        return
     bh, first, end = own_chunk(spans, T, H, PACKED)
     row, valid = chunk_rows(bh, first, end, T, H)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    if FAR:
-        if tl.load(far + tl.program_id(0)) == 0:
-            return
-    else:
-        is_far = decays_far(g, row, valid, K, BK) >= (REACH if PARTS == 2 else SHORT_REACH)
-        tl.store(far + tl.program_id(0), is_far.to(tl.int32))
-        if is_far:
-            return
     ab = tl.zeros([C, C], dtype=tl.float32)
     ak, qb, qk = ab, ab, ab
     for start in range(0, K, BK):
-        queries, reads, adds, keys = load_rows(q, k, a, b, beta, row, valid, start, K, BK, TIED)
-        steps = log_decays(g, row, valid, start, K, BK)
         if FAR:
-            before = tl.exp(_sums(j <= i, steps, PT, PARTS))
-            after = tl.exp(_sums(j > i, steps, PT, PARTS))
+            queries, reads, adds, keys = load_rows(q, k, a, b, beta, row, valid, start, K, BK, TIED)
+            steps = log_decays(g, row, valid, start, K, BK)
             ab, ak, qb, qk = far_products(
                 ab, ak, qb, qk, queries, reads, adds, keys, steps, i, j, TIED, PT, PARTS
             )
         else:
-            sums, early, late = from_middle(steps, i, j, C, PT, PARTS)
-            up, down = tl.exp(sums), tl.exp(-sums)
-            before, after = up * tl.exp(early)[None, :], down * tl.exp(late)[None, :]
-            near = up if TIED else tl.exp(sums - steps)
             ab, ak, qb, qk = near_products(
-                ab, ak, qb, qk, queries, reads, adds, keys, up, near, down, i, j, TIED
+                ab, ak, qb, qk, q_in, a_in, b_out, k_out, row, valid, start, K, BK, TIED
             )
-        put_tile(q_in, queries.to(tl.float32) * before, row, valid, start, K, BK)
-        put_tile(b_out, adds.to(tl.float32) * after, row, valid, start, K, BK)
-        if not TIED:
-            put_tile(k_out, keys.to(tl.float32) * after, row, valid, start, K, BK)
-        column = start + tl.arange(0, BK)
-        whole = tl.exp(tl.sum(steps, axis=0))
-        tl.store(total + tl.program_id(0).to(tl.int64) * K + column, whole, mask=column < K)
-    put_tile(m_qb, qb, row, valid, 0, C, C)
+    put_tile(m_qb, tl.where(j <= i, qb, 0.0), row, valid, 0, C, C)
+    ab, ak = tl.where(j < i, ab, 0.0), tl.where(j < i, ak, 0.0)
     x = tl.where(i == j, 0.0, unit_lower_inverse(ab, INVERSE)).to(v.dtype.element_ty)
     put_tile(inverse, x, row, valid, 0, C, C)
     if not TIED:
-        put_tile(m_qk, qk, row, valid, 0, C, C)
+        put_tile(m_qk, tl.where(j <= i, qk, 0.0), row, valid, 0, C, C)
         put_tile(n_ak, ak, row, valid, 0, C, C)
-    put_solved(k, v, a, g, ak, x, u, w, row, valid, i, j, K, V, BK, BV, TIED, PT, PARTS)
+    put_solved(v, a_in, ak, x, u, w, row, valid, K, V, BK, BV, TIED)
 
 
 @triton.jit
-def total_decay(total, index, K: tl.constexpr, BK: tl.constexpr):
-    """Decay of every key over the whole of chunk number ``index``, `[BK]`."""
-    key = tl.arange(0, BK)
-    return tl.load(total + index * K + key, mask=key < K, other=0.0)
+def chunk_decays(decays, index, is_there, K: tl.constexpr, BK: tl.constexpr):
+    """Of chunk number ``index``, decays of keys `[BK, 1]` that rows and states lack, before its
+    middle and after it; and over all of it."""
+    key = tl.arange(0, BK)[:, None]
+    p, mask = decays + index * (3 * K) + key, (key < K) & is_there
+    early = tl.load(p, mask=mask, other=0.0)
+    return early, tl.load(p + K, mask=mask, other=0.0), tl.load(p + 2 * K, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["T"])
-def states_kernel(v, w, u, b_out, k_out, total, state, states, reads, final, order, T, H,
+def states_kernel(v, w, u, b_out, k_out, decays, state, states, reads, final, order, T, H,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                   TIED: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Pass a block of state columns through all chunks; keep each chunk's state and z."""
@@ -183,22 +147,30 @@ def states_kernel(v, w, u, b_out, k_out, total, state, states, reads, final, ord
     v_start = tl.program_id(1) * BV
     cells, inside = state_cells(which, 0, v_start, K, V, BK, BV)
     current = tl.load(state + cells, mask=inside, other=0.0).to(tl.float32)
+    early, late, whole = chunk_decays(decays, number, chunks > 0, K, BK)
+    row, valid = chunk_rows(bh, begin, end, T, H)
+    old = tile(u, row, valid, v_start, V, BV)
     for n in range(0, chunks):
         row, valid = chunk_rows(bh, begin + n * C, end, T, H)
         index = number + n
+        # a chunk ahead: the way from memory would add to every chunk's time
+        early_1, late_1, whole_1 = chunk_decays(decays, index + 1, n + 1 < chunks, K, BK)
+        row_1, valid_1 = chunk_rows(bh, begin + (n + 1) * C, end, T, H)
+        old_1 = tile(u, row_1, valid_1, v_start, V, BV)
         kept, inside = state_cells(index, 0, v_start, K, V, BK, BV)
-        start = current.to(v.dtype.element_ty)
+        start = (early * current).to(v.dtype.element_ty)
         tl.store(states + kept, start, mask=inside)
-        z = tile(u, row, valid, v_start, V, BV).to(tl.float32)
-        z = tl.dot(tile(w, row, valid, 0, K, BK), start, z, input_precision="ieee")
+        rows = tile(w, row, valid, 0, K, BK)
+        z = tl.dot(rows, start, old.to(tl.float32), input_precision="ieee")
         put_tile(reads, z, row, valid, v_start, V, BV)
-        current *= total_decay(total, index, K, BK)[:, None]
         adds = tl.trans(tile(b_out, row, valid, 0, K, BK))
-        current = tl.dot(adds, z.to(start.dtype), current, input_precision="ieee")
+        added = tl.dot(adds, z.to(start.dtype), input_precision="ieee")
         if not TIED:
             keys = tl.trans(tile(k_out, row, valid, 0, K, BK))
             values = tile(v, row, valid, v_start, V, BV)
-            current = tl.dot(keys, values, current, input_precision="ieee")
+            added = tl.dot(keys, values, added, input_precision="ieee")
+        current = whole * current + late * added
+        early, late, whole, old = early_1, late_1, whole_1, old_1
     tl.store(final + cells, current, mask=inside)
 
 
@@ -222,6 +194,11 @@ def output_kernel(v, m_qb, m_qk, q_in, states, reads, o, spans, scale, T, H,
         values = tile(v, row, valid, v_start, V, BV)
         out = tl.dot(tile(m_qk, row, valid, 0, C, C), values, out, input_precision="ieee")
     put_tile(o, scale * out, row, valid, v_start, V, BV)
+
+
+@planned
+def _split(shape: Shape, far: bool) -> Launch:
+    return plan(split_kernel, "split", shape, far=far)
 
 
 @planned
@@ -251,11 +228,13 @@ class Carried(NamedTuple):
     m_qb: Tensor
     m_qk: Tensor
     w: Tensor  # W [B, T, H, K]
-    q_in: Tensor  # q~ [B, T, H, K]
-    b_out: Tensor  # b decayed to the end of the chunk [B, T, H, K]
-    k_out: Tensor  # k decayed to the end of the chunk [B, T, H, K]
-    total: Tensor  # e^{G_64} [B, H, N, K]
-    states: Tensor  # before each chunk [B, H, N, K, V]
+    q_in: Tensor  # q and a with the decays behind the middle of the chunk, far: behind its begin
+    a_in: Tensor
+    b_out: Tensor  # b and k with those up to the middle, far: up to the end
+    k_out: Tensor
+    ups: Tensor  # decays in q_in, rounded as it is: only gradients are multiplied with them
+    decays: Tensor  # before the middle, after it, and whole [B, H, N, 3, K]; far: 1, 1, whole
+    states: Tensor  # before each chunk, with the first of these [B, H, N, K, V]
     reads: Tensor  # z [B, T, H, V]
 
     def distinct(self) -> list[Tensor]:
@@ -267,8 +246,8 @@ class Carried(NamedTuple):
         """From :meth:`distinct`; fewer than all is tied."""
         if len(distinct) == len(cls._fields):
             return cls(*distinct)
-        far, inverse, m_qb, w, q_in, b_out, *rest = distinct
-        return cls(far, inverse, m_qb, m_qb, m_qb, w, q_in, b_out, b_out, *rest)
+        far, inverse, m_qb, w, q_in, a_in, b_out, *rest = distinct
+        return cls(far, inverse, m_qb, m_qb, m_qb, w, q_in, a_in, b_out, b_out, *rest)
 
 
 def allocate(x: Inputs) -> Carried:
@@ -277,27 +256,33 @@ def allocate(x: Inputs) -> Carried:
     chunks = cdiv(x.shape.time, CHUNK)
     inverse, m_qb = (x.v.new_empty((batch, time, heads, CHUNK)) for _ in range(2))
     n_ak, m_qk = (m_qb if tied else torch.empty_like(m_qb) for _ in range(2))
-    w, q_in, b_out = (torch.empty_like(x.k) for _ in range(3))
+    w, q_in, a_in, b_out, ups = (torch.empty_like(x.k) for _ in range(5))
     k_out = b_out if tied else torch.empty_like(x.k)
-    total = x.g.new_empty((batch, heads, chunks, key), dtype=torch.float32)
+    decays = x.g.new_empty((batch, heads, chunks, 3, key), dtype=torch.float32)
     states = x.v.new_empty((batch, heads, chunks, key, value))
-    far = x.g.new_empty(batch * heads * chunks, dtype=torch.int32)
-    reads = torch.empty_like(x.v)
-    return Carried(far, inverse, n_ak, m_qb, m_qk, w, q_in, b_out, k_out, total, states, reads)
+    far = x.g.new_zeros(batch * heads * chunks, dtype=torch.int32)
+    return Carried(
+        far, inverse, n_ak, m_qb, m_qk, w, q_in, a_in, b_out, k_out, ups, decays, states,
+        torch.empty_like(x.v),
+    )  # fmt: skip
 
 
 def carry(x: Inputs) -> tuple[Carried, Tensor]:
-    """Run ``pairs`` and ``states``; also the last state `[B, H, K, V]`."""
+    """Run ``split``, ``pairs`` and ``states``; also the last state `[B, H, K, V]`."""
     made, final = allocate(x), torch.empty_like(x.state)
+    raw, rows = (x.q, x.k, x.v, x.a, x.b, x.beta, x.g), made[6:10]
+    for far in (False, True):
+        _split(x.shape, far)(
+            x.q, x.k, x.a, x.b, x.beta, x.g, made.far, *rows, made.ups, made.decays, x.spans
+        )
     for far in (False, True):
         _pairs(x.shape, far)(
-            x.q, x.k, x.v, x.a, x.b, x.beta, x.g, made.far, made.inverse, made.n_ak, made.m_qb,
-            made.m_qk, made.w, made.reads, made.q_in, made.b_out, made.k_out, made.total,
-            x.spans,
+            *raw, made.far, *rows, made.inverse, made.n_ak, made.m_qb, made.m_qk, made.w,
+            made.reads, x.spans,
         )  # fmt: skip
     # z takes the place of U
     _states(x.shape)(
-        x.v, made.w, made.reads, made.b_out, made.k_out, made.total, x.state, made.states,
+        x.v, made.w, made.reads, made.b_out, made.k_out, made.decays, x.state, made.states,
         made.reads, final, x.order,
     )  # fmt: skip
     return made, final

@@ -9,9 +9,10 @@ state after a chunk:
     dM_qb = scale do z^T    dM_qk = scale do v^T    dN_ab = dr z^T    dN_ak = dr v^T
 
 dN_ab needs no product of three matrices, since X^T dz = dr and X r = z. Six launches, from what
-``pairs`` and ``states`` of the forward pass left:
+the forward pass left:
 
-    reverse     from the last chunk to the first: dz and each chunk's dS'
+    reverse     from the last chunk to the first: dz and each chunk's dS', as states are kept with
+                the half of the chunk's decays that the rows of b and k lack
     scores      every chunk on its own: dr, dv and the gradients of the four matrices
     left        every chunk on its own: dq, da and their share of dg
     right       every chunk on its own: db, dk and the rest of dg
@@ -30,8 +31,7 @@ from torch import Tensor
 
 from edgelin.recurrences.delta.kernel import FLOOR, put_tile, state_cells, tile
 from edgelin.recurrences.delta.kernel_chunks import C, chunk_rows, own_chunk, own_sequence
-from edgelin.recurrences.dplr.kernel import Carried, carry, load_rows, total_decay
-from edgelin.recurrences.dplr.kernel_decays import log_decays, times
+from edgelin.recurrences.dplr.kernel import Carried, carry, chunk_decays
 from edgelin.recurrences.dplr.kernel_gradients import (
     far_left,
     far_right,
@@ -41,11 +41,12 @@ from edgelin.recurrences.dplr.kernel_gradients import (
     right_terms,
 )
 from edgelin.recurrences.dplr.kernel_inputs import Inputs, Shape, plan
+from edgelin.recurrences.dplr.kernel_split import load_rows, log_decays, times
 from edgelin.recurrences.launches import Launch, planned
 
 
 @triton.jit(do_not_specialize=["T"])
-def reverse_kernel(m_qb, q_in, w, b_out, total, do, dfinal, dstates, dz, dstate, order,
+def reverse_kernel(m_qb, q_in, w, b_out, decays, do, dfinal, dstates, dz, dstate, order,
                    scale, T, H,
                    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                    PACKED: tl.constexpr):  # fmt: skip
@@ -54,23 +55,26 @@ def reverse_kernel(m_qb, q_in, w, b_out, total, do, dfinal, dstates, dz, dstate,
     v_start = tl.program_id(1) * BV
     cells, inside = state_cells(which, 0, v_start, K, V, BK, BV)
     current = tl.load(dfinal + cells, mask=inside, other=0.0).to(tl.float32)
+    early, late, whole = chunk_decays(decays, number + chunks - 1, chunks > 0, K, BK)
     for step in range(0, chunks):
         n = chunks - 1 - step
         row, valid = chunk_rows(bh, begin + n * C, end, T, H)
         index = number + n
+        early_1, late_1, whole_1 = chunk_decays(decays, index - 1, n > 0, K, BK)
         kept, inside = state_cells(index, 0, v_start, K, V, BK, BV)
-        read = current.to(do.dtype.element_ty)
+        read = (late * current).to(do.dtype.element_ty)
         tl.store(dstates + kept, read, mask=inside)
         outer = times(tile(do, row, valid, v_start, V, BV), scale)
         x = tile(m_qb, row, valid, 0, C, C)
         write = tl.dot(tl.trans(x), outer, input_precision="ieee")
         write = tl.dot(tile(b_out, row, valid, 0, K, BK), read, write, input_precision="ieee")
         put_tile(dz, write, row, valid, v_start, V, BV)
-        current *= total_decay(total, index, K, BK)[:, None]
         queries = tl.trans(tile(q_in, row, valid, 0, K, BK))
-        current = tl.dot(queries, outer, current, input_precision="ieee")
+        added = tl.dot(queries, outer, input_precision="ieee")
         solved = tl.trans(tile(w, row, valid, 0, K, BK))
-        current = tl.dot(solved, write.to(x.dtype), current, input_precision="ieee")
+        added = tl.dot(solved, write.to(x.dtype), added, input_precision="ieee")
+        current = whole * current + early * added
+        early, late, whole = early_1, late_1, whole_1
     tl.store(dstate + cells, current, mask=inside)
 
 
@@ -125,7 +129,8 @@ def load_matrices(dn_ab, dn_ak, dm_qb, dm_qk, row, valid):
 
 
 @triton.jit(do_not_specialize=["T"])
-def left_kernel(q, k, a, b, beta, g, far, states, dstates, do, dr, dn_ab, dn_ak, dm_qb, dm_qk,
+def left_kernel(q, k, a, b, beta, g, far, q_in, a_in, b_out, k_out, ups, decays,
+                states, dstates, do, dr, dn_ab, dn_ak, dm_qb, dm_qk,
                 dq, da, dg, spans, scale, T, H,
                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                 TIED: tl.constexpr, FAR: tl.constexpr, PACKED: tl.constexpr,
@@ -140,27 +145,30 @@ def left_kernel(q, k, a, b, beta, g, far, states, dstates, do, dr, dn_ab, dn_ak,
         to_q, to_a, through = left_terms(
             states, dstates, do, dr, row, valid, scale, start, K, V, BK, BV
         )
-        queries, sources, adds, keys = load_rows(q, k, a, b, beta, row, valid, start, K, BK, TIED)
-        steps = log_decays(g, row, valid, start, K, BK)
         ab, ak, qb, qk = load_matrices(dn_ab, dn_ak, dm_qb, dm_qk, row, valid)
         if FAR:
+            queries, sources, adds, keys = load_rows(
+                q, k, a, b, beta, row, valid, start, K, BK, TIED
+            )
+            steps = log_decays(g, row, valid, start, K, BK)
+            through *= tl.exp(tl.sum(steps, axis=0))
             to_q, to_a, share = far_left(
                 to_q, to_a, ab, ak, qb, qk, queries, sources, adds, keys, steps, i, j,
                 TIED, PT, PARTS,
             )  # fmt: skip
         else:
             to_q, to_a, share = near_left(
-                to_q, to_a, ab, ak, qb, qk, queries, sources, adds, keys, steps, i, j,
-                TIED, PT, PARTS,
+                to_q, to_a, ab, ak, qb, qk, q_in, a_in, b_out, k_out, ups, decays,
+                row, valid, start, H, i, j, K, BK, TIED, PT, PARTS,
             )  # fmt: skip
         put_tile(dq, to_q, row, valid, start, K, BK)
         put_tile(da, to_a, row, valid, start, K, BK)
-        share += (through * tl.exp(tl.sum(steps, axis=0)))[None, :]
-        put_tile(dg, share, row, valid, start, K, BK)
+        put_tile(dg, share + through[None, :], row, valid, start, K, BK)
 
 
 @triton.jit(do_not_specialize=["T"])
-def right_kernel(q, k, v, a, b, beta, g, far, reads, dstates, dn_ab, dn_ak, dm_qb, dm_qk,
+def right_kernel(q, k, v, a, b, beta, g, far, q_in, a_in, b_out, k_out, ups,
+                 reads, dstates, dn_ab, dn_ak, dm_qb, dm_qk,
                  da, dk, db, dbeta, dg, spans, T, H,
                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                  TIED: tl.constexpr, FAR: tl.constexpr, PACKED: tl.constexpr,
@@ -174,19 +182,21 @@ def right_kernel(q, k, v, a, b, beta, g, far, reads, dstates, dn_ab, dn_ak, dm_q
     strengths = tl.zeros([C], dtype=tl.float32)
     for start in range(0, K, BK):
         to_b, to_k = right_terms(dstates, reads, v, row, valid, start, K, V, BK, BV, TIED)
-        queries, sources, adds, keys = load_rows(q, k, a, b, beta, row, valid, start, K, BK, TIED)
-        steps = log_decays(g, row, valid, start, K, BK)
         ab, ak, qb, qk = load_matrices(dn_ab, dn_ak, dm_qb, dm_qk, row, valid)
         ab, ak, qb, qk = tl.trans(ab), tl.trans(ak), tl.trans(qb), tl.trans(qk)
         if FAR:
+            queries, sources, adds, keys = load_rows(
+                q, k, a, b, beta, row, valid, start, K, BK, TIED
+            )
+            steps = log_decays(g, row, valid, start, K, BK)
             to_b, to_k, share = far_right(
                 to_b, to_k, ab, ak, qb, qk, queries, sources, adds, keys, steps, i, j,
                 TIED, PT, PARTS,
             )  # fmt: skip
         else:
             to_b, to_k, share = near_right(
-                to_b, to_k, ab, ak, qb, qk, queries, sources, adds, keys, steps, i, j,
-                TIED, PT, PARTS,
+                to_b, to_k, ab, ak, qb, qk, q_in, a_in, b_out, k_out, ups,
+                row, valid, start, i, j, K, BK, TIED, PT, PARTS,
             )  # fmt: skip
         if TIED:
             strength = tl.load(beta + row, mask=valid, other=0.0).to(tl.float32)
@@ -197,8 +207,10 @@ def right_kernel(q, k, v, a, b, beta, g, far, reads, dstates, dn_ab, dn_ak, dm_q
             put_tile(db, to_b, row, valid, start, K, BK)
         put_tile(dk, to_k, row, valid, start, K, BK)
         share += tile(dg, row, valid, start, K, BK).to(tl.float32)
-        kept = tile(g, row, valid, start, K, BK).to(tl.float32) >= FLOOR
-        put_tile(dg, tl.where(kept, share, 0.0), row, valid, start, K, BK)
+        if FAR:  # no mild decay is as strong as the floor
+            kept = tile(g, row, valid, start, K, BK).to(tl.float32) >= FLOOR
+            share = tl.where(kept, share, 0.0)
+        put_tile(dg, share, row, valid, start, K, BK)
     if TIED:
         tl.store(dbeta + row, strengths, mask=valid)
 
@@ -228,13 +240,13 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, da, db, dbeta, dg and that of the state; tied: of da and db, none is wanted.
 
-    ``carried`` comes from the forward pass; without it the first three launches run again.
+    ``carried`` comes from the forward pass; without it all launches but the last run again.
     """
     made, tied = carried or carry(x)[0], x.shape.tied
     do, dfinal = do.to(x.v.dtype).contiguous(), dfinal.contiguous()
     dz, dstates, dinitial = (torch.empty_like(y) for y in (x.v, made.states, x.state))
     _reverse(x.shape, scale)(
-        made.m_qb, made.q_in, made.w, made.b_out, made.total, do, dfinal, dstates, dz, dinitial,
+        made.m_qb, made.q_in, made.w, made.b_out, made.decays, do, dfinal, dstates, dz, dinitial,
         x.order,
     )  # fmt: skip
     dq, dk, dv, dg = (torch.empty_like(y) for y in (x.q, x.k, x.v, x.g))
@@ -243,17 +255,18 @@ def gradients(
     dn_ab, dm_qb = (torch.empty_like(made.m_qb) for _ in range(2))
     dn_ak, dm_qk = (dn_ab if tied else torch.empty_like(dn_ab) for _ in range(2))
     matrices = (dn_ab, dn_ak, dm_qb, dm_qk)
+    rows = (made.far, *made[6:11])
     _scores(x.shape, scale)(
         x.v, made.inverse, made.n_ak, made.m_qk, made.k_out, made.reads, dstates, do, dz, dv,
         *matrices, x.spans,
     )  # fmt: skip
     for far in (False, True):
         _left(x.shape, scale, far)(
-            x.q, x.k, x.a, x.b, x.beta, x.g, made.far, made.states, dstates, do, dz, *matrices,
-            dq, da, dg, x.spans,
+            x.q, x.k, x.a, x.b, x.beta, x.g, *rows, made.decays, made.states, dstates, do, dz,
+            *matrices, dq, da, dg, x.spans,
         )  # fmt: skip
         _right(x.shape, far)(
-            x.q, x.k, x.v, x.a, x.b, x.beta, x.g, made.far, made.reads, dstates, *matrices,
+            x.q, x.k, x.v, x.a, x.b, x.beta, x.g, *rows, made.reads, dstates, *matrices,
             da, dk, db, dbeta, dg, x.spans,
         )  # fmt: skip
     return dq, dk, dv, da, db, dbeta, dg, dinitial

@@ -1,6 +1,6 @@
-"""Decays and the matrices of a chunk, for the kernels of this recurrence.
+"""The matrices of a chunk whose decays are not mild, for the kernels of this recurrence.
 
-Decays of any size are split level by level, as ``chunks.key_products`` does it: at level s, pairs
+Decays are split level by level, as ``chunks.key_products`` does it: at level s, pairs
 of tokens lie in the odd and the even half of one aligned block of 2^(s + 1) tokens.
 """
 
@@ -9,21 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edgelin.recurrences.delta.kernel import FLOOR, tile
 from edgelin.recurrences.delta.kernel_inverse import LEVELS, odd_half, paired
+from edgelin.recurrences.dplr.kernel_split import times
 from edgelin.recurrences.linear.kernel_decays import _sums
-
-
-@triton.jit
-def log_decays(g, row, valid, start, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Clamped log decays `[64, BLOCK]`, float32; zeros outside."""
-    return tl.maximum(tile(g, row, valid, start, WIDTH, BLOCK).to(tl.float32), FLOOR)
-
-
-@triton.jit
-def times(x, factor):
-    """``x * factor`` in the dtype of ``x``."""
-    return (x.to(tl.float32) * factor).to(x.dtype)
 
 
 @triton.jit
@@ -46,24 +34,9 @@ def read_interval(i, l, level):
 
 
 @triton.jit
-def near_products(ab, ak, qb, qk, queries, reads, adds, keys, up, near, down, i, j,
-                  TIED: tl.constexpr):  # fmt: skip
-    """What a block of keys adds to the matrices, its decays split at the middle of the chunk."""
-    left, right = times(reads, near), tl.trans(times(adds, down))
-    ab += tl.where(j < i, tl.dot(left, right, input_precision="ieee"), 0.0)
-    queries = times(queries, up)
-    qb += tl.where(j <= i, tl.dot(queries, right, input_precision="ieee"), 0.0)
-    if not TIED:
-        right = tl.trans(times(keys, down))
-        ak += tl.where(j < i, tl.dot(left, right, input_precision="ieee"), 0.0)
-        qk += tl.where(j <= i, tl.dot(queries, right, input_precision="ieee"), 0.0)
-    return ab, ak, qb, qk
-
-
-@triton.jit
 def far_products(ab, ak, qb, qk, queries, reads, adds, keys, steps, i, j,
                  TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The same for decays of any size, level by level."""
+    """What a block of keys adds to the matrices, for decays of any size, level by level."""
     same = tl.sum(queries.to(tl.float32) * adds.to(tl.float32), axis=1)
     qb += tl.where(i == j, same[:, None], 0.0)
     same = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)

@@ -18,8 +18,9 @@ import triton.language as tl
 from edgelin.recurrences.delta.kernel import state_cells, tile
 from edgelin.recurrences.delta.kernel_chunks import C
 from edgelin.recurrences.delta.kernel_inverse import LEVELS, paired
-from edgelin.recurrences.dplr.kernel_decays import interval, read_interval, times
-from edgelin.recurrences.linear.kernel_decays import _sums, from_middle
+from edgelin.recurrences.dplr.kernel_decays import interval, read_interval
+from edgelin.recurrences.dplr.kernel_split import times
+from edgelin.recurrences.linear.kernel_decays import _sums
 
 
 @triton.jit
@@ -57,53 +58,61 @@ def right_terms(dstates, reads, v, row, valid, start,
 
 
 @triton.jit
-def near_left(to_q, to_a, ab, ak, qb, qk, queries, reads, adds, keys, steps, i, j,
-              TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Gradients of q and a, and the shares of their decays."""
-    sums, first, _ = from_middle(steps, i, j, C, PT, PARTS)
-    up, down = tl.exp(sums), tl.exp(-sums)
-    near = up if TIED else tl.exp(sums - steps)
-    first = tl.exp(first)[None, :]
-    adds = times(adds, down)
-    to_q = tl.dot(qb, adds, to_q * first, input_precision="ieee")
-    to_a = tl.dot(ab, adds, to_a * first, input_precision="ieee")
-    if not TIED:
-        keys = times(keys, down)
-        to_q = tl.dot(qk, keys, to_q, input_precision="ieee")
-        to_a = tl.dot(ak, keys, to_a, input_precision="ieee")
-    early = to_a * times(reads, near).to(tl.float32)
-    decay = _sums(i <= j, to_q * times(queries, up).to(tl.float32) + early, PT, PARTS)
-    if not TIED:
-        decay -= early  # a reads before the decay of its own token
-    return to_q * up, to_a * near, decay
+def before_own(ups, decays, row, valid, start, i, H, K: tl.constexpr, BK: tl.constexpr):
+    """Decays in the rows of a `[64, BK]`: those of q one token earlier."""
+    earlier = tile(ups, row - H, valid & (tl.arange(0, C) > 0), start, K, BK).to(tl.float32)
+    key = start + tl.arange(0, BK)
+    p = decays + tl.program_id(0).to(tl.int64) * (3 * K) + key
+    begin = 1.0 / tl.load(p, mask=key < K, other=1.0)
+    return tl.where(i > 0, earlier, begin[None, :])
 
 
 @triton.jit
-def near_right(to_b, to_k, ab, ak, qb, qk, queries, reads, adds, keys, steps, i, j,
+def near_left(to_q, to_a, ab, ak, qb, qk, q_in, a_in, b_out, k_out, ups, decays,
+              row, valid, start, H, i, j, K: tl.constexpr, BK: tl.constexpr,
+              TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Gradients of q and a, and the shares of their decays."""
+    adds = tile(b_out, row, valid, start, K, BK)
+    to_q = tl.dot(qb, adds, to_q, input_precision="ieee")
+    to_a = tl.dot(ab, adds, to_a, input_precision="ieee")
+    if not TIED:
+        keys = tile(k_out, row, valid, start, K, BK)
+        to_q = tl.dot(qk, keys, to_q, input_precision="ieee")
+        to_a = tl.dot(ak, keys, to_a, input_precision="ieee")
+    early = to_a * tile(a_in, row, valid, start, K, BK).to(tl.float32)
+    share = to_q * tile(q_in, row, valid, start, K, BK).to(tl.float32) + early
+    decay = _sums(i <= j, share, PT, PARTS)
+    up = tile(ups, row, valid, start, K, BK).to(tl.float32)
+    if TIED:
+        return to_q * up, to_a * up, decay
+    else:  # a reads before the decay of its own token
+        near = before_own(ups, decays, row, valid, start, i, H, K, BK)
+        return to_q * up, to_a * near, decay - early
+
+
+@triton.jit
+def near_right(to_b, to_k, ab, ak, qb, qk, q_in, a_in, b_out, k_out, ups,
+               row, valid, start, i, j, K: tl.constexpr, BK: tl.constexpr,
                TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """Gradients of b and k, and the shares of their decays."""
-    sums, _, second = from_middle(steps, i, j, C, PT, PARTS)
-    up, down = tl.exp(sums), tl.exp(-sums)
-    near = up if TIED else tl.exp(sums - steps)
-    second = tl.exp(second)[None, :]
-    queries, reads = times(queries, up), times(reads, near)
-    adds = times(adds, down).to(tl.float32)
-    to_b *= second
+    queries, reads = tile(q_in, row, valid, start, K, BK), tile(a_in, row, valid, start, K, BK)
+    adds = tile(b_out, row, valid, start, K, BK).to(tl.float32)
     share = to_b * adds
     # Sums of their own: added onto what `share` is made of, Triton 3.6 lets them into it (Hopper).
     part = tl.dot(qb, queries, input_precision="ieee")
     to_b += tl.dot(ab, reads, part, input_precision="ieee")
     decay = to_b * adds
     if not TIED:
-        keys = times(keys, down).to(tl.float32)
-        to_k *= second
+        keys = tile(k_out, row, valid, start, K, BK).to(tl.float32)
         share += to_k * keys
         part = tl.dot(qk, queries, input_precision="ieee")
         to_k += tl.dot(ak, reads, part, input_precision="ieee")
         decay += to_k * keys
     # what goes through the state after the chunk also holds the decays up to its end
     decay = tl.sum(share, axis=0)[None, :] - _sums(i <= j, decay, PT, PARTS)
-    return to_b * down, to_k * down, decay
+    up = tile(ups, row, valid, start, K, BK).to(tl.float32)
+    up = tl.where(up > 0, up, 1.0)  # outside of the tensor
+    return to_b / up, to_k / up, decay
 
 
 @triton.jit
