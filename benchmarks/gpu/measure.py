@@ -56,18 +56,19 @@ def speed(case: Case, who: str, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def host_ms(case: Case, who: str, repeats: int = 100) -> float:
-    """ms of Python and launches for a step of 64 tokens."""
+def host_ms(case: Case, who: str, bursts: int = 20, steps: int = 5) -> float:
+    """ms of Python and launches for a step of 64 tokens: the median of bursts, which are shorter
+    than the queue of launches, so that nobody waits for the GPU."""
     _, step = steps_of(case, who, Sizes(1, _HOST_TIME, case.heads, case.key, case.value))
-    for _ in range(10):
-        step()
+    times = []
+    for _ in range(bursts):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        times.append(time.perf_counter() - began)
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        step()
-    spent = time.perf_counter() - began
-    torch.cuda.synchronize()
-    return spent / repeats * 1e3
+    return statistics.median(times) / steps * 1e3
 
 
 def first_call_s(case: Case, who: str, sizes: Sizes) -> float:

@@ -163,6 +163,24 @@ def test_mild_and_strong_decays_in_chunks_of_several_heads(device: str) -> None:
     close(made, torch.float32, device, 1e-5)
 
 
+def test_mild_and_strong_decays_of_the_keys_of_a_chunk(device: str) -> None:
+    """Blocks of keys are looked at apart; one strong one makes the chunk's other block strong."""
+    made = inputs(70, key=40, decay="none")
+    made["g"][..., 35] = -20.0
+    close(made, torch.float32, device, 1e-5)
+
+
+def test_kernels_of_strong_decays_load_nothing_ahead() -> None:
+    """With three stages their numbers changed from call to call on an H200 (Triton 3.6)."""
+    from edgelin.recurrences.dplr import kernel, kernel_backward
+    from edgelin.recurrences.dplr.kernel_inputs import Shape
+
+    shape = Shape(8, 4096, 16, 128, 128, tied=True, full=False, on_gpu=True, sequences=0)
+    far = [kernel._split(shape, True), kernel._pairs(shape, True),
+           kernel_backward._left(shape, 1.0, True), kernel_backward._right(shape, True)]  # fmt: skip
+    assert [launch.constants["num_stages"] for launch in far] == [1] * 4
+
+
 def test_no_gradient_below_the_floor(device: str) -> None:
     made = inputs(10, decay="below")
     dg = kernel_results(made, torch.float32, device)[7]
