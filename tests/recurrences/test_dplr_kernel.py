@@ -176,8 +176,12 @@ def test_kernels_of_strong_decays_load_nothing_ahead() -> None:
     from edgelin.recurrences.dplr.kernel_inputs import Shape
 
     shape = Shape(8, 4096, 16, 128, 128, tied=True, full=False, on_gpu=True, sequences=0)
-    far = [kernel._split(shape, True), kernel._pairs(shape, True),
-           kernel_backward._left(shape, 1.0, True), kernel_backward._right(shape, True)]  # fmt: skip
+    far = [
+        kernel._split(shape, True),
+        kernel._pairs(shape, True),
+        kernel_backward._left(shape, 1.0, True),
+        kernel_backward._right(shape, True),
+    ]
     assert [launch.constants["num_stages"] for launch in far] == [1] * 4
 
 
