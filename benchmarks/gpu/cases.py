@@ -7,8 +7,8 @@ are log sigmoid / 16 (GLA) or -A dt (Mamba-2), RWKV-7's lie in (-0.61, 0). A dec
 for flash-linear-attention (fla), as its layers hand it over, and float32 for ours, which asks for
 that: the same numbers, twice the bytes.
 
-A bar is the GPU time in ms that ours should reach in both shapes, by fla's times on an H200 and by
-the bytes that have to be moved.
+A bar is the time in ms that ours should reach, on the GPU for 8 sequences and by the clock for one,
+by fla's times on an H200 and by the bytes that have to be moved.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ No GPU is needed: the launches of a forward and a backward of 8 x 4,096 tokens a
 tensors that have no data, or with ``--shape packed`` those of sequences of 64 to 4,096 tokens. A
 line is a kernel: registers a thread, bytes of the stack frame (where spilled registers go) and the
 instructions that move them, shared memory a block, and how many instructions multiply matrices on
-tensor cores (wgmma: by a warp group; mma: by a warp). Compiled kernels stay in Triton's cache, for
-this machine only.
+tensor cores (wgmma: by a warp group; mma: by a warp). Compiled kernels stay in Triton's cache, from
+where another machine with the same Python and Triton can take them (README.md).
 
-What counts is the Triton version of the training machine; another one is put before PYTHONPATH.
+What counts is the Triton version of the training machine; another one is used by putting it first
+on PYTHONPATH.
 """
 
 from __future__ import annotations

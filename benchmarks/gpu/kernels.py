@@ -2,9 +2,10 @@
 
 One job is (case, shape, who). Its numbers are appended to a file of JSON lines; jobs that are there
 already are left out, so that a stopped run goes on. The shapes 8x4096 and 1x32768 give times,
-launches and memory, 1x300 the errors against float64 and the host's time; ``--shapes`` takes the
-lengths between for the crossover. ``--cold`` gives the seconds of first calls of 8x4096. Some cases
-have the shape "packed" too: sequences of 64 to 4,096 tokens in one row, told by ``cu_seqlens``.
+launches and memory, 1x300 the errors against float64 and, of 64 tokens, the host's time;
+``--shapes`` takes the lengths between for the crossover. ``--cold`` gives the seconds of first
+calls of 8x4096. Some cases have the shape "packed" too: sequences of 64 to 4,096 tokens in one row,
+told by ``cu_seqlens``.
 
     python benchmarks/gpu/kernels.py --out results.jsonl --only gla,kda --seconds 500
 """

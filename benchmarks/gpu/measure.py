@@ -36,7 +36,7 @@ def steps_of(case: Case, who: str, sizes: Sizes, device: str = "cuda") -> tuple[
         o = forward()
         if not up.numel():
             up = torch.randn_like(o)
-        return torch.autograd.grad(o, wanted, up)
+        return o.detach(), *torch.autograd.grad(o, wanted, up)
 
     return forward, step
 

@@ -3,9 +3,10 @@
 In one process fla's first call takes minutes: every kernel is compiled in up to a hundred
 configurations, one after the other, and each is timed for a tenth of a second. Here all processors
 compile first, into the compiler's cache on disk; then every configuration is timed, alone on the
-GPU, by a run to warm up and four more. All are tried, for every shape anew, which is more than
-fla's own users get: there the first shape of a process decides. What won is written to a file, so
-that later runs compile only that. A shape can be told to try only what won in another one.
+GPU, by a run to warm up and four more. All are tried, for both shapes anew (but see `like`), which
+is more than fla's own users get: there the first shape of a process decides. What won is written to
+a file, so that later runs compile only that. A shape can be told to try only what won in another
+one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes the tables and the picture of the measurements: ours beside fla and softmax attention.
 
-python benchmarks/gpu/report.py results.jsonl --out docs/gpu
+python benchmarks/gpu/report.py results.jsonl --out /tmp/gpu
 """
 
 from __future__ import annotations

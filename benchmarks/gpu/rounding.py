@@ -2,10 +2,11 @@
 
     python benchmarks/gpu/rounding.py
 
-The chunked form in float32, rounded to bfloat16 where `recurrences/linear/kernel_passes.py` rounds:
-queries and keys with their decays, the state before it is read, scores, results. A line is a way to
-round less, by taking some of these in two bfloat16 parts (one product more each), and the relative
-norms of the differences from float64: of the output, the last state and all gradients.
+The chunked form in float32, rounded to bfloat16: queries and keys with their decays, the state
+before it is read, scores, results. A line is a way to round less, by taking some of these in two
+bfloat16 parts (one product more each), and the relative norms of the differences from float64: of
+the output, the last state and all gradients. `recurrences/linear/kernel_passes.py` rounds as the
+line `sums`: dq and dk read the state in two parts.
 """
 
 from __future__ import annotations

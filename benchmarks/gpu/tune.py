@@ -101,7 +101,7 @@ def gpu_ms(step: measure.Step, repeats: int = 4) -> float:
 
 
 def numbers(step: measure.Step) -> list[torch.Tensor]:
-    """Gradients of a step."""
+    """Output and gradients of a step."""
     found: Any = step()
     return [x.float() for x in found]
 
@@ -174,7 +174,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", default="", help="beginnings of names of cases, with commas")
     parser.add_argument(
-        "--kernels", default="", help="a word in the names of kernels, as in the table"
+        "--kernels", default="", help="a word in the names of kernels, as in launches.json"
     )
     parser.add_argument("--shape", default="8x4096", help="rows x tokens")
     parser.add_argument("--seconds", type=float, default=1e9, help="after these none begins")

@@ -9,31 +9,33 @@ and z_i = S_{i-1}^T a_i what token i reads, all z of a chunk solve a unit-triang
     o = scale (q~ S + M_qb z + M_qk v)                        q~_i = e^{G_i} q_i
     S' = e^{G_64} S + b^T z + k^T v, with b and k decayed     by e^{G_64 - G_j}
 
-Four launches:
+Four kernels:
 
-    split    every chunk on its own: rows of q, a, b and k with their decays (below), and the
-             decays of the chunk (``kernel_split.py``)
+    split    every block of keys of a chunk on its own: q, a, b and k with their decays (below), and
+             the decays of the chunk (``kernel_split.py``)
     pairs    every chunk on its own: X - I, N_ak, M_qb, M_qk, W, U
     states   one chunk after the other, parallel over batch, heads and value blocks: z and S
     output   every chunk on its own: o
 
-The first two are launched for chunks of mild decays and again for the others.
+The first two are launched twice: ``split`` marks the chunks whose decays are not mild, which are
+left to its second launch; ``pairs`` has one launch for each kind.
 
 The delta rule with a decay a key is the same with fewer products (``TIED``): a is -k, read after
 its token's decay, b is beta k, and z is what is written, v minus what was read, so that U = X v and
 no k stands beside b.
 
-Decays may be of any size. Where they are mild, e^{G_i - G_j} is split at the middle of the chunk,
-m (``linear/kernel_decays.py``): rows of q and a hold e^{G_i - G_m} and those of b and k
-e^{G_m - G_j}, so that products of rows are all that the matrices need, and states are kept with
-the half of the chunk that is missing, e^{G_m} S and backwards e^{G_64 - G_m} dS'. Where a decay is
-not mild, rows hold the decays to the ends of the chunk and states are kept as they are; the
-matrices split e^{G_i - G_j} at the middle of the smallest aligned block of 2, 4, ... 64 tokens that
-holds both i and j, so that no exponent is ever positive, and every exponent is a sum over an
-interval of tokens, never a difference of sums. Such sums are products with 0/1 masks on the tensor
-cores. Dots run in the dtype of the values and add up in float32; states, decays and the inverse are
-float32. X is kept without its diagonal of ones, so that X r = r + (X - I) r rounds only the second
-term. Rows past T load as zeros, which write and decay nothing.
+Decays may be of any size. Where they are mild (no key loses e^-64 in one half, in float32 e^-16),
+e^{G_i - G_j} is split at the middle of the chunk, m = 32 (``linear/kernel_decays.py``): rows of q
+hold e^{G_i - G_m}, those of a e^{G_{i-1} - G_m} (tied: as q) and those of b and k e^{G_m - G_j}, so
+that products of rows are all that the matrices need, and states are kept with the half of the chunk
+that is missing, e^{G_m} S and backwards e^{G_64 - G_m} dS'. Where a decay is not mild, rows hold
+the decays to the ends of the chunk and states are kept as they are; the matrices split e^{G_i -
+G_j} at the middle of the smallest aligned block of 2, 4, ... 64 tokens that holds both i and j, so
+that no exponent is ever positive, and every exponent is a sum over an interval of tokens, never a
+difference of sums. Such sums are products with 0/1 masks on the tensor cores. Dots run in the dtype
+of the values and add up in float32; the state that is carried and sums of decays are float32, and
+what is kept has the dtype of the values. X is kept without its diagonal of ones, so that X r = r +
+(X - I) r rounds only the second term. Rows past T load as zeros, which write and decay nothing.
 
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length", arXiv:2406.06484, section 3, for the transition of Peng et al. 2025, "RWKV-7",
@@ -227,15 +229,15 @@ class Carried(NamedTuple):
     n_ak: Tensor
     m_qb: Tensor
     m_qk: Tensor
-    w: Tensor  # W [B, T, H, K]
+    w: Tensor  # X a_in [B, T, H, K]: W but for the decay before the middle
     q_in: Tensor  # q and a with the decays behind the middle of the chunk, far: behind its begin
     a_in: Tensor
     b_out: Tensor  # b and k with those up to the middle, far: up to the end
     k_out: Tensor
-    ups: Tensor  # decays in q_in, rounded as it is: only gradients are multiplied with them
+    ups: Tensor  # decays in q_in, which dq and da lack and db and dk have too many of; far: not set
     decays: Tensor  # before the middle, after it, and whole [B, H, N, 3, K]; far: 1, 1, whole
-    states: Tensor  # before each chunk, with the first of these [B, H, N, K, V]
-    reads: Tensor  # z [B, T, H, V]
+    states: Tensor  # before each chunk, times the first of these [B, H, N, K, V]
+    reads: Tensor  # z [B, T, H, V]; between ``pairs`` and ``states`` U
 
     def distinct(self) -> list[Tensor]:
         """All of them once."""

@@ -8,11 +8,11 @@ state after a chunk:
     dv = scale M_qk^T do + N_ak^T dr + k dS'                       (tied: dv = dr)
     dM_qb = scale do z^T    dM_qk = scale do v^T    dN_ab = dr z^T    dN_ak = dr v^T
 
-dN_ab needs no product of three matrices, since X^T dz = dr and X r = z. Six launches, from what
+dN_ab needs no product of three matrices, since X^T dz = dr and X r = z. Four kernels, from what
 the forward pass left:
 
-    reverse     from the last chunk to the first: dz and each chunk's dS', as states are kept with
-                the half of the chunk's decays that the rows of b and k lack
+    reverse     from the last chunk to the first: dz, and each chunk's dS' times e^{G_64 - G_m}, the
+                half that rows of b and k lack (strong decays: dS')
     scores      every chunk on its own: dr, dv and the gradients of the four matrices
     left        every chunk on its own: dq, da and their share of dg
     right       every chunk on its own: db, dk and the rest of dg
@@ -238,9 +238,11 @@ def _right(shape: Shape, far: bool) -> Launch:
 def gradients(
     x: Inputs, scale: float, do: Tensor, dfinal: Tensor, carried: Carried | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, da, db, dbeta, dg and that of the state; tied: of da and db, none is wanted.
+    """dq, dk, dv, da, db, dbeta, dg and that of the state; tied: da and db are of no use to the
+    caller, else dbeta is.
 
-    ``carried`` comes from the forward pass; without it all launches but the last run again.
+    ``carried`` comes from the forward pass; without it all launches of the forward
+    pass but that of ``output`` run again.
     """
     made, tied = carried or carry(x)[0], x.shape.tied
     do, dfinal = do.to(x.v.dtype).contiguous(), dfinal.contiguous()

@@ -3,11 +3,15 @@
 The left side is what reads (q, a), the right side what was written (b, k). A term that a pair of
 tokens shares is a product of left factor, right factor and a gradient of one of the four matrices.
 
-Near: decays are split at the middle of the chunk. The gradient of a log decay is the sum of the
-shares of all factors at later tokens, taken from the numbers that were multiplied, so that what
-cancels does so exactly. Far: every factor of a level gives its share to the tokens of its own
-interval (the forward masks transposed), so that no two large terms cancel and the gradient of a
-tiny factor is tiny.
+Near: decays are split at the middle of the chunk, and rows hold them. Gradients come in as those of
+these rows and go out as those of q, a, b and k. The gradient of a log decay,
+
+    dg_t = sum over i >= t of q_i dq_i + a_i da_i - b_i db_i - k_i dk_i   (a, not tied: i > t)
+           + what goes through the state behind the chunk,
+
+is taken from the numbers that were multiplied, so that what cancels does so up to float32 sums.
+Far: every factor of a level gives its share to the tokens of its own interval (the forward masks
+transposed), so that no two large terms cancel and the gradient of a tiny factor is tiny.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ def before_own(ups, decays, row, valid, start, i, H, K: tl.constexpr, BK: tl.con
 def near_left(to_q, to_a, ab, ak, qb, qk, q_in, a_in, b_out, k_out, ups, decays,
               row, valid, start, H, i, j, K: tl.constexpr, BK: tl.constexpr,
               TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Gradients of q and a, and the shares of their decays."""
+    """Gradients of q and a, and what they give to dg."""
     adds = tile(b_out, row, valid, start, K, BK)
     to_q = tl.dot(qb, adds, to_q, input_precision="ieee")
     to_a = tl.dot(ab, adds, to_a, input_precision="ieee")
@@ -94,7 +98,7 @@ def near_left(to_q, to_a, ab, ak, qb, qk, q_in, a_in, b_out, k_out, ups, decays,
 def near_right(to_b, to_k, ab, ak, qb, qk, q_in, a_in, b_out, k_out, ups,
                row, valid, start, i, j, K: tl.constexpr, BK: tl.constexpr,
                TIED: tl.constexpr, PT: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Gradients of b and k, and the shares of their decays."""
+    """Gradients of b and k, and what they give to dg."""
     queries, reads = tile(q_in, row, valid, start, K, BK), tile(a_in, row, valid, start, K, BK)
     adds = tile(b_out, row, valid, start, K, BK).to(tl.float32)
     share = to_b * adds

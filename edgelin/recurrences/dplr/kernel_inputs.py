@@ -64,8 +64,8 @@ class Inputs(NamedTuple):
 def choice(kernel: str, shape: Shape) -> Choice:
     """Blocks of keys and values (BK, BV) and warps of a kernel.
 
-    In bfloat16 no tile is narrower than one of the tensor cores, 64; without tensor cores a dot
-    keeps both operands in registers.
+    By the rule no tile in bfloat16 is narrower than one of the tensor cores, 64; without tensor
+    cores a dot keeps both operands in registers.
     """
     full = shape.full
     least, part = (16, 32) if full else (64, 64)

@@ -47,7 +47,8 @@ def load_rows(q, k, a, b, beta, row, valid, start, K: tl.constexpr, BK: tl.const
 def split_kernel(q, k, a, b, beta, g, far, q_in, a_in, b_out, k_out, ups, decays, spans, T, H,
                  K: tl.constexpr, BK: tl.constexpr, TIED: tl.constexpr, FAR: tl.constexpr,
                  PT: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """A block of rows of q, a, b and k with their decays; what rows and states lack `[3, K]`.
+    """For a block of keys of a chunk q, a, b and k with their decays, ``ups``, and the chunk's
+    decays before its middle, which states lack, after it, which b and k lack, and whole `[3, K]`.
 
     Marks a chunk in ``far`` where its decays cannot be split at the middle; with FAR such chunks
     are done once more, all keys of them.

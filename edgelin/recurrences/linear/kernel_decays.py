@@ -1,9 +1,9 @@
 """What the Triton kernels of the recurrences share: tiles, decays, and sums of decays.
 
 Sums of decays over intervals of a chunk are products with 0/1 masks on the tensor cores, the decay
-split into bfloat16 parts so that they are exact. exp(G_i - G_j) may be split at the middle of the
-chunk, m: where |G_i - G_m| stays below REACH for all tokens and keys, exp(G_i - G_m) and
-exp(G_m - G_j) are numbers, whatever their signs.
+split into two or three bfloat16 parts: they are exact to 16 or 24 bits. exp(G_i - G_j) may be split
+at the middle of the chunk, m: where |G_i - G_m| stays below REACH for all tokens and keys, exp(G_i
+- G_m) and exp(G_m - G_j) are numbers, whatever their signs.
 """
 
 from __future__ import annotations
