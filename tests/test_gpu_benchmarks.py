@@ -62,12 +62,16 @@ def test_our_call_agrees_with_float64(gpu: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_has_a_gradient_of_every_input(gpu: Any, name: str) -> None:
+def test_step_has_the_output_and_a_gradient_of_every_input(gpu: Any, name: str) -> None:
     case = gpu.cases.CASES[name]
     who = next(iter(case.calls))
     _, step = gpu.measure.steps_of(case, who, tiny(gpu, name), "cpu")
-    grads = step()
-    assert len(grads) == len(case.inputs(who, tiny(gpu, name), "cpu", states=False))
+    o, *grads = step()
+    inputs, given = (
+        case.inputs(who, tiny(gpu, name), "cpu", states=states) for states in (False, who == "ours")
+    )
+    assert torch.equal(o, case.calls[who](given)[0])
+    assert [grad.shape for grad in grads] == [x.shape for x in inputs.values()]
     assert all(grad.isfinite().all() and grad.any() for grad in grads)
 
 
@@ -134,9 +138,9 @@ def test_packed_shape(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packed_step_has_gradients(gpu: Any, name: str) -> None:
     sizes, inputs = packed_inputs(gpu, name, "ours", states=False)
     _, step = gpu.measure.steps_of(gpu.cases.CASES[name], "ours", sizes, "cpu")
-    grads = step()
+    o, *grads = step()
     assert len(grads) == len(inputs) - 1  # there is none of cu_seqlens
-    assert all(grad.isfinite().all() and grad.any() for grad in grads)
+    assert all(x.isfinite().all() and x.any() for x in (o, *grads))
 
 
 @pytest.mark.parametrize("name", ["gla", "scalar", "mamba2", "gated_deltanet", "softmax"])

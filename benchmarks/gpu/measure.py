@@ -23,7 +23,10 @@ _HOST_TIME = 64  # tokens
 
 
 def steps_of(case: Case, who: str, sizes: Sizes, device: str = "cuda") -> tuple[Step, Step]:
-    """Forward, and forward with backward, as in training: from a zero state that is not trained."""
+    """Forward, and forward with backward, as in training: from a zero state that is not trained.
+
+    The latter gives the output and the gradients.
+    """
     inputs = case.inputs(who, sizes, device, states=who == "ours")
     wanted = [x.requires_grad_() for name, x in inputs.items() if name not in (*STATES, ENDS)]
     call, up = case.calls[who], torch.empty(0)
