@@ -272,15 +272,14 @@ def allocate(x: Inputs) -> Carried:
 def carry(x: Inputs) -> tuple[Carried, Tensor]:
     """Run ``split``, ``pairs`` and ``states``; also the last state `[B, H, K, V]`."""
     made, final = allocate(x), torch.empty_like(x.state)
-    raw, rows = (x.q, x.k, x.v, x.a, x.b, x.beta, x.g), made[6:10]
+    rows = made[6:10]
     for far in (False, True):
         _split(x.shape, far)(
             x.q, x.k, x.a, x.b, x.beta, x.g, made.far, *rows, made.ups, made.decays, x.spans
         )
-    for far in (False, True):
         _pairs(x.shape, far)(
-            *raw, made.far, *rows, made.inverse, made.n_ak, made.m_qb, made.m_qk, made.w,
-            made.reads, x.spans,
+            x.q, x.k, x.v, x.a, x.b, x.beta, x.g, made.far, *rows, made.inverse, made.n_ak,
+            made.m_qb, made.m_qk, made.w, made.reads, x.spans,
         )  # fmt: skip
     # z takes the place of U
     _states(x.shape)(
